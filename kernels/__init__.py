@@ -1,0 +1,1 @@
+"""Formats, their PyTorch reference, operators, autograd and engines. Imports nothing above it."""

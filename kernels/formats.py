@@ -1,0 +1,306 @@
+"""How one tensor is stored (`TensorFormat`) and what one layer does (`Scheme`), as data and as text.
+
+Both have one canonical text, which is what the graphs show and what the operators take as
+arguments:
+
+    nvfp4:row:fp8_exact        NVFP4, one outer scale a row, block scales limited to the FP8-exact set
+    nvfp4:tensor:tile          NVFP4 weight in 16x16 tiles
+    nvfp4:row:four_over_six    with the four-over-six scale search
+    mxfp8:32:sr                MXFP8, blocks of 32, stochastic rounding
+
+    fprop(nvfp4:row:fp8_exact, nvfp4:tensor:fp8_exact) dgrad(mxfp8:row:sr, fprop) wgrad(mxfp8:row:sr:fold, fprop)
+
+A GEMM reads its operands in the order (activation, weight), (gradient, weight), (gradient,
+activation). A backward operand is `fprop` (the saved codes, exactly), `fprop>FORMAT` (the saved
+codes decoded, transposed, quantized again) or `input>FORMAT` (the high-precision tensor quantized
+in the forward along the axis that this GEMM reduces).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import lru_cache
+
+from .errors import FormatError
+
+Search = None | str | tuple[float, ...]
+
+FORMATS = ("nvfp4", "mxfp8", "mxfp4", "s2f6")
+BLOCK = {"nvfp4": 16, "mxfp8": 32, "mxfp4": 32, "s2f6": 32}
+BITS = {"nvfp4": 4, "mxfp8": 8, "mxfp4": 4, "s2f6": 8}
+# What each keyword may say, per format; the first word is the default.
+CHOICES: dict[str, dict[str, tuple]] = {
+    "nvfp4": {
+        "outer": ("tensor", "row"),
+        "block": ("1x16", "tile"),
+        "block_scales": ("e4m3", "fp8_exact"),
+        "rounding": ("nearest", "stochastic"),
+        "rotation": (None, 16, 32),
+    },
+    "mxfp8": {
+        "block": (32, 128, "row"),
+        "rounding": ("nearest", "stochastic"),
+        "rotation": (None, 16, 32),
+    },
+    "mxfp4": {
+        "block": (32,),
+        "rounding": ("nearest", "stochastic"),
+        "rotation": (None, 16, 32),
+    },
+    "s2f6": {"block": (32,), "rounding": ("nearest",), "rotation": (None, 16, 32)},
+}
+
+
+@dataclass(frozen=True)
+class TensorFormat:
+    """How a tensor is stored; the keyword arguments of `fp4compile.quantize`.
+
+    Fields that a format does not have (``outer`` of MXFP8, say) are None. Illegal combinations
+    raise `FormatError` on construction. Formulas: docs/numerics.md.
+    """
+
+    format: str
+    outer: str | None = None
+    block: str | int | None = None
+    block_scales: str | None = None
+    scale_search: Search = None
+    rounding: str = "nearest"
+    rotation: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise FormatError(f"unknown format {self.format!r}; known: {', '.join(FORMATS)}")
+        choices = CHOICES[self.format]
+        for key, allowed in choices.items():
+            if getattr(self, key) is None:
+                object.__setattr__(self, key, allowed[0])
+        if isinstance(self.scale_search, list):
+            object.__setattr__(self, "scale_search", tuple(float(f) for f in self.scale_search))
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("format", "scale_search"):
+                continue
+            if field.name not in choices:
+                if value is not None:
+                    raise FormatError(f"{self.format} has no {field.name} (got {value!r})")
+            elif value not in choices[field.name]:
+                words = ", ".join(str(w) for w in choices[field.name])
+                raise FormatError(f"{self.format}: {field.name}={value!r} is none of {words}")
+        self._check_search()
+
+    def _check_search(self) -> None:
+        search = self.scale_search
+        if search is None:
+            return
+        if self.format != "nvfp4":
+            raise FormatError(f"{self.format} has no scale_search")
+        if isinstance(search, str) and search != "four_over_six":
+            raise FormatError(f"scale_search={search!r} is neither four_over_six nor a list")
+        if isinstance(search, tuple) and (not search or min(search) <= 0):
+            raise FormatError("scale_search: a list of positive factors is needed")
+        if self.rounding == "stochastic":
+            raise FormatError("a scale search cannot be combined with stochastic rounding (biased)")
+        if self.block == "tile":
+            raise FormatError("a scale search cannot be combined with 16x16 tiles")
+        if self.block_scales == "fp8_exact":
+            raise FormatError("fp8_exact block scales have a search of their own: no scale_search")
+
+    @property
+    def stochastic(self) -> bool:
+        """True where rounding needs random bits."""
+        return self.rounding == "stochastic"
+
+    @property
+    def exact_in_fp8(self) -> bool:
+        """True where code x block scale is an E4M3 number (times `outer`), exactly."""
+        return self.block_scales == "fp8_exact" or (self.format == "mxfp8" and self.block == "row")
+
+    def __str__(self) -> str:
+        words = [self.format]
+        if self.format == "nvfp4":
+            words.append(str(self.outer))
+            words += [w for w in (self.block, self.block_scales) if w in ("tile", "fp8_exact")]
+        elif self.format == "mxfp8":
+            words.append(str(self.block))
+        if isinstance(self.scale_search, str):
+            words.append(self.scale_search)
+        elif self.scale_search:
+            words.append("search=" + "/".join(f"{f:g}" for f in self.scale_search))
+        words += ["sr"] * self.stochastic
+        words += [f"had{self.rotation}"] if self.rotation else []
+        return ":".join(words)
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def parse(text: str) -> TensorFormat:
+        """The format whose canonical text is ``text``."""
+        name, *words = text.split(":")
+        keys: dict = {}
+        for word in words:
+            keys.update(_keyword(name, word))
+        return TensorFormat(name, **keys)
+
+
+def _keyword(name: str, word: str) -> dict:
+    """The keyword argument that one word of a canonical text stands for."""
+    if word.startswith("search="):
+        return {"scale_search": tuple(float(f) for f in word[7:].split("/"))}
+    fixed = {
+        "sr": {"rounding": "stochastic"},
+        "tile": {"block": "tile"},
+        "fp8_exact": {"block_scales": "fp8_exact"},
+        "four_over_six": {"scale_search": "four_over_six"},
+        "had16": {"rotation": 16},
+        "had32": {"rotation": 32},
+        "32": {"block": 32},
+        "128": {"block": 128},
+        "tensor": {"outer": "tensor"},
+        "row": {"outer": "row"} if name == "nvfp4" else {"block": "row"},
+    }
+    if word not in fixed:
+        raise FormatError(f"unknown word {word!r} in format {name!r}")
+    return fixed[word]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """One operand of a GEMM: its format, where it comes from, and what is folded into it.
+
+    ``source``: "own" (quantized where it is read), "fprop" (the saved codes of the forward operand;
+    as they are without a format, decoded and quantized again with one) or "input" (the
+    high-precision tensor, quantized in the forward along this GEMM's reduction axis).
+    ``fold``: "outer" multiplies each token's outer scale of the activation into the gradient row.
+    """
+
+    format: TensorFormat | None = None
+    source: str = "own"
+    fold: str | None = None
+
+    def __str__(self) -> str:
+        text = str(self.format) if self.format else ""
+        if self.source != "own":
+            text = self.source + (">" + text if text else "")
+        return text + (":fold" if self.fold else "")
+
+    @staticmethod
+    def parse(text: str) -> Operand:
+        """The operand whose canonical text is ``text``."""
+        fold = "outer" if text.endswith(":fold") else None
+        text = text.removesuffix(":fold")
+        source, _, rest = text.partition(">")
+        if source in ("fprop", "input"):
+            return Operand(TensorFormat.parse(rest) if rest else None, source, fold)
+        return Operand(TensorFormat.parse(text), "own", fold)
+
+
+Gemm = tuple[Operand, Operand]
+GEMMS = {
+    "fprop": ("activation", "weight"),
+    "dgrad": ("gradient", "weight"),
+    "wgrad": ("gradient", "activation"),
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The operands of a layer's three GEMMs; None means the original precision.
+
+    fprop: y[M, N] = x[M, K] w[N, K]^T; dgrad: dx[M, K] = g[M, N] w[N, K]; wgrad: dw[N, K] =
+    g[M, N]^T x[M, K]. Construction raises `FormatError` for operands that cannot be multiplied.
+    """
+
+    fprop: Gemm | None = None
+    dgrad: Gemm | None = None
+    wgrad: Gemm | None = None
+
+    def __post_init__(self) -> None:
+        for name, roles in GEMMS.items():
+            gemm = getattr(self, name)
+            if gemm is not None:
+                self._check(name, dict(zip(roles, gemm)))
+
+    def _check(self, name: str, operands: dict[str, Operand]) -> None:
+        for role, op in operands.items():
+            where = f"{name}.{role}"
+            if role == "gradient" or name == "fprop":
+                if op.source != "own" or op.format is None:
+                    raise FormatError(f"{where}: a format is needed, not from: {op.source}")
+            elif op.source == "own":
+                raise FormatError(f"{where}: say where it comes from (from: fprop or from: input)")
+            if op.source == "fprop" and self.fprop is None:
+                raise FormatError(f"{where}: from: fprop, but fprop is original; use from: input")
+            if op.source == "input" and op.format is None:
+                raise FormatError(f"{where}: from: input needs a format")
+            if op.fold and (name, role) != ("wgrad", "gradient"):
+                raise FormatError(f"{where}: fold belongs to wgrad.gradient")
+            if op.format and op.format.block == "tile" and role != "weight":
+                raise FormatError(f"{where}: 16x16 tiles are for weights")
+            if op.format and op.format.outer == "row" and op.format.stochastic:
+                raise FormatError(f"{where}: outer: row is for forward operands; use tensor")
+        left, right = operands.values()
+        if self._rotation(left) != self._rotation(right):
+            raise FormatError(f"{name}: rotation must be the same on both operands to cancel")
+        if name == "fprop":
+            if left.format and left.format.stochastic or right.format and right.format.stochastic:
+                raise FormatError("fprop: the forward pass has no stochastic rounding")
+            return
+        self._check_reuse(name, left, right)
+
+    def _check_reuse(self, name: str, gradient: Operand, other: Operand) -> None:
+        """Saved codes can be read along the other axis only where that is exact."""
+        if other.source != "fprop" or other.format is not None:
+            if gradient.fold:
+                raise FormatError(f"{name}.gradient: fold needs the activation from: fprop as it is")
+            return
+        assert self.fprop is not None
+        saved = self.fprop[1 if name == "dgrad" else 0].format
+        assert saved is not None
+        role = GEMMS[name][1]
+        tile = saved.block == "tile"
+        if not (tile or saved.block_scales == "fp8_exact"):
+            raise FormatError(
+                f"{name}.{role}: from: fprop needs block_scales: fp8_exact or block: tile; "
+                f"{saved} must be quantized again (add a format)"
+            )
+        if role == "activation" and saved.outer == "row" and not gradient.fold:
+            raise FormatError(f"{name}.gradient: fold: outer is needed, the activation has row scales")
+        if role == "activation" and saved.outer != "row" and gradient.fold:
+            raise FormatError(f"{name}.gradient: nothing to fold, the activation has no row scales")
+        if role == "weight" and saved.outer != "tensor":
+            raise FormatError("dgrad.weight: from: fprop needs outer: tensor")
+
+    @staticmethod
+    def _rotation(op: Operand) -> int | None:
+        return op.format.rotation if op.format else None
+
+    @property
+    def original(self) -> bool:
+        """True where nothing is quantized."""
+        return self.fprop is None and self.dgrad is None and self.wgrad is None
+
+    def __str__(self) -> str:
+        if self.original:
+            return "original"
+        parts = []
+        for name in GEMMS:
+            gemm = getattr(self, name)
+            inner = f"{gemm[0]}, {gemm[1]}" if gemm else "original"
+            parts.append(f"{name}({inner})")
+        return " ".join(parts)
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def parse(text: str) -> Scheme:
+        """The scheme whose canonical text is ``text``."""
+        if text == "original":
+            return Scheme()
+        gemms: dict[str, Gemm | None] = {}
+        for part in text.split(") "):
+            name, _, inner = part.rstrip(")").partition("(")
+            if name not in GEMMS:
+                raise FormatError(f"unknown GEMM {name!r} in scheme {text!r}")
+            words = inner.split(", ")
+            gemms[name] = (
+                None if inner == "original" else (Operand.parse(words[0]), Operand.parse(words[1]))
+            )
+        return Scheme(**gemms)
