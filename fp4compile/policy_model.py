@@ -1,0 +1,224 @@
+"""The keys of a policy file as pydantic models, and validation errors as one line each.
+
+The same models are the JSON schema for editors, `policy_schema.json`, which
+``python -m fp4compile.policy_model`` writes again.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from .kernels.errors import PolicyError
+from .policy_yaml import Source
+from .words import nearest, shown, unknown
+
+SCHEMA = Path(__file__).with_name("policy_schema.json")
+ORIGINAL = ("original", "bf16")
+
+
+class _Entry(BaseModel):
+    """A mapping of the file; an unknown key names the nearest one."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            text = "a mapping is needed, not {got}"
+            raise PydanticCustomError("shape", text, {"got": shown(data)})
+        keys = [field.alias or name for name, field in cls.model_fields.items()]
+        for key in data:
+            if key not in keys:
+                context = {"text": unknown("key", key, keys), "key": key}
+                raise PydanticCustomError("key", "{text}", context)
+        return data
+
+
+def _search(value: Any) -> Any:
+    """``scale_search``: a word, or a list of factors."""
+    if isinstance(value, list) and value and all(type(v) in (int, float) for v in value):
+        return tuple(float(v) for v in value)
+    if value is None or value == "four_over_six":
+        return value
+    raise PydanticCustomError(
+        "search",
+        "{got} is neither four_over_six nor a list of factors",
+        {"got": shown(value)},
+    )
+
+
+_SEARCH_SCHEMA = {
+    "anyOf": [
+        {"const": "four_over_six"},
+        {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0}, "minItems": 1},
+        {"type": "null"},
+    ]
+}
+Search = Annotated[Any, BeforeValidator(_search), WithJsonSchema(_SEARCH_SCHEMA)]
+
+
+class OperandEntry(_Entry):
+    """An operand: the keyword arguments of `fp4compile.quantize`, and where it comes from."""
+
+    format: Literal["nvfp4", "mxfp8", "mxfp4", "s2f6"] | None = None
+    outer: Literal["row", "tensor"] | None = None
+    block: Literal["1x16", "tile", 32, 128, "row"] | None = None
+    block_scales: Literal["e4m3", "fp8_exact"] | None = None
+    scale_search: Search = None
+    rounding: Literal["nearest", "stochastic"] | None = None
+    rotation: Literal[16, 32] | None = None
+    source: Literal["fprop", "input"] | None = Field(None, alias="from")
+    fold: Literal["outer"] | None = None
+
+
+class FpropEntry(_Entry):
+    """The operands of y = x w^T."""
+
+    activation: OperandEntry
+    weight: OperandEntry
+
+
+class DgradEntry(_Entry):
+    """The operands of dx = g w."""
+
+    gradient: OperandEntry
+    weight: OperandEntry
+
+
+class WgradEntry(_Entry):
+    """The operands of dw = g^T x."""
+
+    gradient: OperandEntry
+    activation: OperandEntry
+
+
+def _shape(value: Any) -> str:
+    return "word" if isinstance(value, str) else "operands"
+
+
+_Word = Annotated[Literal["original", "bf16"], Tag("word")]
+Fprop = Annotated[_Word | Annotated[FpropEntry, Tag("operands")], Discriminator(_shape)]
+Dgrad = Annotated[_Word | Annotated[DgradEntry, Tag("operands")], Discriminator(_shape)]
+Wgrad = Annotated[_Word | Annotated[WgradEntry, Tag("operands")], Discriminator(_shape)]
+
+
+class SchemeEntry(_Entry):
+    """A layer's three GEMMs, each its operands or ``original``."""
+
+    fprop: Fprop
+    dgrad: Dgrad
+    wgrad: Wgrad
+
+
+class RuleEntry(_Entry):
+    """A scheme for the layers that all of the rule's selectors hold for."""
+
+    match: str | None = Field(None, description="glob on the whole dotted name, or re:REGEX")
+    blocks: str | None = Field(None, description='"first 2", "last 4", "last 16.6%"')
+    chain: Literal["mlp"] | None = None
+    scheme: str
+
+
+class PhaseEntry(_Entry):
+    """What changes from a step on: single GEMMs, or the whole scheme."""
+
+    from_step: int = Field(ge=0)
+    fprop: str | None = Field(None, description="original, or the scheme to take this GEMM from")
+    dgrad: str | None = None
+    wgrad: str | None = None
+    all: str | None = None
+    scheme: str | None = None
+
+
+class PolicyEntry(_Entry):
+    """The whole file."""
+
+    version: Literal[1]
+    recipe: str | None = None
+    strict: bool = False
+    save_weight: Literal["codes", "remake"] = "codes"
+    layers: list[RuleEntry] | None = None
+    default: str | None = None
+    schemes: dict[str, SchemeEntry] | None = None
+    phases: list[PhaseEntry] | None = None
+
+
+def validate(data: dict, source: Source) -> PolicyEntry:
+    """The model of a policy's data; the first error as a `PolicyError` with its line."""
+    try:
+        return PolicyEntry.model_validate(data)
+    except ValidationError as exc:
+        raise _one_line(exc.errors(include_url=False)[0], source) from None
+
+
+_NEEDED = {
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+}
+
+
+def _one_line(error: ErrorDetails, source: Source) -> PolicyError:
+    kind, path, value = error["type"], error["loc"], error["input"]
+    context = error.get("ctx", {})
+    if kind == "key":
+        return source.error((*path, context["key"]), context["text"])
+    if kind == "missing":
+        return source.error(path[:-1], f"{path[-1]!r} is missing")
+    if kind in _NEEDED:
+        hint = " (quote it)" if kind == "string_type" and _scalar(value) else ""
+        return source.error(path, f"{_NEEDED[kind]} is needed, not {shown(value)}{hint}")
+    if kind == "literal_error":
+        return source.error(path, _not_one_of(value, context["expected"]))
+    return source.error(path, error["msg"][:1].lower() + error["msg"][1:])
+
+
+def _scalar(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
+def _not_one_of(value: object, expected: str) -> str:
+    """Turns pydantic's ``'a', 'b' or 3`` into a sentence with the nearest word."""
+    words = [a or b for a, b in re.findall(r"'([^']*)'|(\d+)", expected)]
+    near = nearest(value, words)
+    hint = f"; did you mean {near!r}?" if near else ""
+    return f"{shown(value)} is none of {', '.join(words)}{hint}"
+
+
+def schema() -> dict:
+    """The JSON schema of a policy file."""
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **PolicyEntry.model_json_schema(by_alias=True),
+        "title": "fp4compile policy",
+    }
+
+
+def write_schema(path: Path = SCHEMA) -> None:
+    """Writes the JSON schema that editors read."""
+    path.write_text(json.dumps(schema(), indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write_schema()
