@@ -115,6 +115,13 @@ class TensorFormat:
         """True where code x block scale is an E4M3 number (times `outer`), exactly."""
         return self.block_scales == "fp8_exact" or (self.format == "mxfp8" and self.block == "row")
 
+    @property
+    def factor(self) -> str | None:
+        """What a GEMM's result is multiplied with: one factor a "row", a "tensor", or none."""
+        if self.format == "nvfp4":
+            return self.outer
+        return "row" if self.block == "row" else None
+
     def __str__(self) -> str:
         words = [self.format]
         if self.format == "nvfp4":
@@ -229,8 +236,8 @@ class Scheme:
                 raise FormatError(f"{where}: say where it comes from (from: fprop or from: input)")
             if op.source == "fprop" and self.fprop is None:
                 raise FormatError(f"{where}: from: fprop, but fprop is original; use from: input")
-            if op.source == "input" and op.format is None:
-                raise FormatError(f"{where}: from: input needs a format")
+            if op.source == "input" and (op.format is None or op.format.stochastic):
+                raise FormatError(f"{where}: from: input needs a format rounded to nearest")
             if op.fold and (name, role) != ("wgrad", "gradient"):
                 raise FormatError(f"{where}: fold belongs to wgrad.gradient")
             if op.format and op.format.block == "tile" and role != "weight":

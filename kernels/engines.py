@@ -1,0 +1,88 @@
+"""Engines: the ways one GEMM of quantized operands is executed, as rows of a table.
+
+| engine | where | operands |
+|---|---|---|
+| fp8 | sm_89 and later | E4M3 bytes; only for formats that are exact in FP8 |
+| bf16 | any CUDA GPU from sm_80 | code x block scale in BF16, exact |
+| reference | everywhere | code x block scale in FP32 |
+
+The engine changes no specified bit: every operand holds the same values, the sums are FP32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .formats import TensorFormat
+
+
+@dataclass(frozen=True)
+class Engine:
+    """``name`` as `explain` prints it; ``operand`` is the form in which it reads its operands."""
+
+    name: str
+    operand: str
+
+
+REFERENCE = Engine("reference", "f32")
+BF16 = Engine("bf16", "bf16")
+FP8 = Engine("fp8", "e4m3")
+ENGINES = {e.name: e for e in (REFERENCE, BF16, FP8)}
+OPERAND_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.uint8}
+# An FP8 GEMM of cuBLASLt reads columns in multiples of 16 and writes rows in multiples of 16.
+FP8_ALIGN = 16
+
+
+def choose(left: TensorFormat, right: TensorFormat, device: torch.device) -> Engine:
+    """The fastest engine of ``device`` that multiplies the two formats exactly."""
+    if device.type != "cuda":
+        return REFERENCE
+    capability = torch.cuda.get_device_capability(device)
+    if left.exact_in_fp8 and right.exact_in_fp8 and capability >= (8, 9):
+        return FP8
+    return BF16 if capability >= (8, 0) else REFERENCE
+
+
+def pad_columns(a: Tensor, columns: int) -> Tensor:
+    """``a`` [R, C] with zero columns appended up to ``columns``."""
+    missing = columns - a.shape[1]
+    return torch.nn.functional.pad(a, (0, missing)) if missing else a
+
+
+def matmul(a: Tensor, b: Tensor, engine: str, out_dtype: torch.dtype) -> Tensor:
+    """a[M, K] b[N, K]^T of two operands in the engine's form, summed in FP32, as ``out_dtype``."""
+    columns = max(a.shape[1], b.shape[1])
+    a, b = pad_columns(a, columns), pad_columns(b, columns)
+    return _MATMUL[engine](a, b, out_dtype)
+
+
+def _reference(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    return (a.float() @ b.float().t()).to(out_dtype)
+
+
+def _bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    if out_dtype == torch.float32:
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    return torch.mm(a, b.t())
+
+
+def _fp8(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+    m, n = a.shape[0], b.shape[0]
+    k = -(-a.shape[1] // FP8_ALIGN) * FP8_ALIGN
+    a, b = pad_columns(a, k), pad_columns(b, k)
+    if n % FP8_ALIGN:
+        b = torch.nn.functional.pad(b, (0, 0, 0, -n % FP8_ALIGN))
+    if 0 in (m, n, k):
+        return torch.zeros(m, n, dtype=out_dtype, device=a.device)
+    one = torch.ones((), dtype=torch.float32, device=a.device)
+    e4m3 = torch.float8_e4m3fn
+    out = torch._scaled_mm(
+        a.view(e4m3), b.view(e4m3).t(), one, one, out_dtype=out_dtype, use_fast_accum=False
+    )
+    return out[:, :n] if out.shape[1] != n else out
+
+
+_MATMUL = {"reference": _reference, "bf16": _bf16, "fp8": _fp8}

@@ -1,0 +1,215 @@
+"""What one linear layer does in its three GEMMs: which operands it quantizes, saves and multiplies.
+
+`Layer` holds no tensors, only the scheme and the sizes; its methods build graph nodes, so that a
+trace of them shows the primitives. Shapes: x [M, K], w [N, K], y and g [M, N].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import engines
+from .formats import BITS, Operand, Scheme, TensorFormat
+
+ops = torch.ops.fp4
+
+# Streams of one layer's random bits; the next layer of a chain starts STREAMS higher.
+GRADIENT, WEIGHT, ACTIVATION, STREAMS = 0, 2, 3, 16
+
+
+@dataclass
+class Quantized:
+    """A forward operand: what is saved (codes, scales, factor) and what the GEMM reads."""
+
+    codes: Tensor
+    scales: Tensor
+    factor: Tensor
+    operand: Tensor
+
+
+@dataclass
+class Term:
+    """A GEMM's result before its factors: z = (acc * row) * col + bias."""
+
+    acc: Tensor
+    row: Tensor | None = None
+    col: Tensor | None = None
+    bias: Tensor | None = None
+
+    def value(self, dtype: torch.dtype) -> Tensor:
+        """z in ``dtype``, as pointwise nodes that Inductor fuses."""
+        if self.row is None and self.col is None and self.bias is None:
+            return self.acc.to(dtype)
+        z = self.acc.float()
+        if self.row is not None:
+            z = z * self.row[:, None]
+        if self.col is not None:
+            z = z * self.col
+        if self.bias is not None:
+            z = z + self.bias
+        return z.to(dtype)
+
+    def args(self) -> tuple:
+        """The four arguments that fused primitives take for a term."""
+        return self.acc, self.row, self.col, self.bias
+
+
+def present(fmt: TensorFormat | None, factor: Tensor) -> Tensor | None:
+    """The factor of a tensor in ``fmt``; None where the format has none."""
+    return factor if fmt is not None and fmt.factor else None
+
+
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
+    """FP32 results stay FP32; FP16 layers sum to BF16, since unscaled sums can exceed 65504."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One linear's scheme on one device. ``out_dtype``: dtype of y; ``hidden``: y is never stored."""
+
+    scheme: Scheme
+    out_dtype: torch.dtype
+    device: torch.device
+
+    def engine(self, name: str) -> engines.Engine:
+        """The engine of GEMM ``name``; the original precision has none."""
+        left, right = getattr(self.scheme, name)
+        return engines.choose(self._format(left, name), self._format(right, name), self.device)
+
+    def _format(self, op: Operand, name: str) -> TensorFormat:
+        if op.format is not None:
+            return op.format
+        assert self.scheme.fprop is not None
+        saved = self.scheme.fprop[1 if name == "dgrad" else 0].format
+        assert saved is not None
+        return saved
+
+    # forward ------------------------------------------------------------------------------------
+
+    def quantize_activation(self, x: Tensor) -> Quantized | None:
+        """x as the forward GEMM's left operand; None where fprop is original."""
+        return self._quantize(x, 0)
+
+    def quantize_weight(self, w: Tensor) -> Quantized | None:
+        """w as the forward GEMM's right operand; None where fprop is original."""
+        return self._quantize(w, 1)
+
+    def _quantize(self, t: Tensor, side: int) -> Quantized | None:
+        if self.scheme.fprop is None:
+            return None
+        fmt = self.scheme.fprop[side].format
+        return Quantized(*ops.quantize(t, str(fmt), self.engine("fprop").operand, False))
+
+    def fprop(
+        self, x: Tensor, xq: Quantized | None, w: Tensor, wq: Quantized | None, bias: Tensor | None
+    ) -> Term:
+        """The forward GEMM; ``x`` is read only where fprop is original."""
+        if self.scheme.fprop is None or xq is None or wq is None:
+            dtype = self.out_dtype
+            return Term(x.to(dtype) @ w.to(dtype).t(), bias=bias)
+        m, n = xq.codes.shape[0], wq.codes.shape[0]
+        acc = ops.scaled_mm(
+            xq.operand, wq.operand, self.engine("fprop").name, m, n, acc_dtype(self.out_dtype)
+        )
+        left, right = self.scheme.fprop
+        return Term(acc, present(left.format, xq.factor), present(right.format, wq.factor), bias)
+
+    def saved_weight(self, w: Tensor, wq: Quantized | None) -> tuple[Tensor, ...]:
+        """What DGRAD needs of the weight."""
+        return self._saved("dgrad", w, wq)
+
+    def saved_activation(self, x: Tensor, xq: Quantized | None) -> tuple[Tensor, ...]:
+        """What WGRAD needs of the activation."""
+        return self._saved("wgrad", x, xq)
+
+    def _saved(self, name: str, t: Tensor, q: Quantized | None) -> tuple[Tensor, ...]:
+        gemm = getattr(self.scheme, name)
+        if gemm is None:
+            return (t,)
+        source = gemm[1].source
+        if source == "input":
+            return tuple(ops.quantize(t, str(gemm[1].format), "none", True)[:3])
+        assert q is not None
+        return q.codes, q.scales, q.factor
+
+    # backward -----------------------------------------------------------------------------------
+
+    def gradient_formats(self, need_x: bool, need_w: bool) -> tuple[str, str, str, str]:
+        """Formats and operand forms of the gradient for DGRAD and WGRAD; "" where not quantized."""
+        out = []
+        for name, need in (("dgrad", need_x), ("wgrad", need_w)):
+            gemm = getattr(self.scheme, name)
+            used = need and gemm is not None
+            out.append((str(gemm[0].format), self.engine(name).operand) if used else ("", "none"))
+        return out[0][0], out[1][0], out[0][1], out[1][1]
+
+    def fold(self, saved_x: tuple[Tensor, ...], need_w: bool) -> Tensor | None:
+        """Each token's outer scale, to be folded into its gradient row; 0 where the token is 0.
+
+        A token whose amax is 0 stores an outer scale of 1, which would set the scale of its block.
+        """
+        gemm = self.scheme.wgrad
+        if gemm is None or not gemm[0].fold or not need_w:
+            return None
+        _, scales, outer = saved_x
+        return torch.where((scales != 0).any(1) | outer.isnan(), outer, torch.zeros_like(outer))
+
+    def dgrad(
+        self, g: Tensor | None, operand: Tensor, factor: Tensor, saved: tuple[Tensor, ...],
+        seed: Tensor | None, stream: int, m: int, k: int,
+    ) -> Term:  # fmt: skip
+        """dx [M, K] = g[M, N] w[N, K]; ``g`` is read only where dgrad is original."""
+        if self.scheme.dgrad is None:
+            assert g is not None
+            work = self.out_dtype
+            return Term(g.to(work) @ saved[0].to(work))
+        right, col = self._right("dgrad", saved, k, seed, stream + WEIGHT)
+        engine = self.engine("dgrad").name
+        acc = ops.scaled_mm(operand, right, engine, m, k, acc_dtype(self.out_dtype))
+        return Term(acc, present(self.scheme.dgrad[0].format, factor), col)
+
+    def wgrad(
+        self, g: Tensor | None, operand: Tensor, factor: Tensor, saved: tuple[Tensor, ...],
+        seed: Tensor | None, stream: int, n: int, k: int, dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        """dw [N, K] = g[M, N]^T x[M, K] in the parameter's dtype ``dtype``."""
+        if self.scheme.wgrad is None:
+            assert g is not None
+            work = self.out_dtype
+            return (g.to(work).t() @ saved[0].to(work)).to(dtype)
+        right, col = self._right("wgrad", saved, k, seed, stream + ACTIVATION)
+        acc = ops.scaled_mm(operand, right, self.engine("wgrad").name, n, k, acc_dtype(dtype))
+        return Term(acc, present(self.scheme.wgrad[0].format, factor), col).value(dtype)
+
+    def _right(
+        self, name: str, saved: tuple[Tensor, ...], k: int, seed: Tensor | None, stream: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """The operand [K, reduced] that a backward GEMM reads beside the gradient, and its factor."""
+        gradient, op = getattr(self.scheme, name)
+        form = self.engine(name).operand
+        codes, scales, factor = saved
+        fmt = self._format(op, name)
+        if op.source == "input":
+            # quantized along the reduction axis already: codes are [K, reduced]
+            reduced = codes.shape[1] * 8 // BITS[fmt.format]
+            operand = ops.decode(codes, scales, str(fmt), reduced, form, False)
+            return operand, present(fmt, factor)
+        if op.format is None:
+            operand = ops.decode(codes, scales, str(fmt), k, form, True)
+            return operand, None if gradient.fold else present(fmt, factor)
+        assert self.scheme.fprop is not None
+        source = self.scheme.fprop[1 if name == "dgrad" else 0].format
+        operand, factor = ops.requantize(
+            codes, scales, factor, str(source), k, str(fmt), form, seed, stream
+        )
+        return operand, present(fmt, factor)
+
+    def needs_seed(self, need_x: bool, need_w: bool) -> bool:
+        """True where a backward operand that is needed is rounded stochastically."""
+        gemms = (self.scheme.dgrad if need_x else None, self.scheme.wgrad if need_w else None)
+        return any(o.format is not None and o.format.stochastic for g in gemms if g for o in g)
+

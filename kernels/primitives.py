@@ -1,0 +1,272 @@
+"""The primitive operators: opaque, functional, the same bits on every device.
+
+They are what the AOT graphs show. Each is one kernel; which implementation runs (CUDA, native C++,
+PyTorch reference) depends on the device alone. Words: an *operand* is the tensor a GEMM reads, a
+*factor* what its result is multiplied with afterwards (docs/design.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import engines
+from .activations import ACTIVATIONS
+from .formats import BITS, BLOCK, TensorFormat
+
+LIBRARY = torch.library.Library("fp4", "DEF")
+NAMES: list[str] = []
+
+_TERM = "Tensor acc{0}, Tensor? row{0}, Tensor? col{0}, Tensor? bias{0}"
+_QUANTIZED = "(Tensor, Tensor, Tensor, Tensor)"
+_GRADIENT = "str dgrad, str wgrad, str operand_d, str operand_w, bool bias_grad, Tensor? seed, int stream"
+_GRADIENT_OUT = "Tensor, Tensor, Tensor, Tensor, Tensor"
+
+
+def ceil_to(n, block: int):
+    """``n`` rounded up to a multiple of ``block``; works on symbolic sizes."""
+    return (n + block - 1) // block * block
+
+
+def primitive(schema: str, fake: Callable) -> Callable:
+    """Define ``fp4::<schema>`` with the decorated function as implementation on every device."""
+    name = schema.partition("(")[0]
+
+    def register(function: Callable) -> Callable:
+        LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"fp4::{name}", fake, lib=LIBRARY)
+        NAMES.append(name)
+        return function
+
+    return register
+
+
+def implementation(x: Tensor, *formats: TensorFormat | None):
+    """The module that quantizes ``x``: CUDA kernels, native C++ or the PyTorch fallback."""
+    from . import fallback
+
+    module = fallback.native_for(x.device)
+    if module is not None and all(f is None or module.supports(f) for f in formats):
+        return module
+    return fallback
+
+
+def parse(text: str) -> TensorFormat | None:
+    """The format of a canonical text; None for the empty text."""
+    return TensorFormat.parse(text) if text else None
+
+
+def as_operand(values: Tensor, form: str) -> Tensor:
+    """FP32 ``values`` (exact in the form) as the tensor an engine reads."""
+    if form == "none":
+        return values.new_empty(0)
+    if form == "e4m3":
+        return values.to(torch.float8_e4m3fn).view(torch.uint8)
+    return values.to(engines.OPERAND_DTYPES[form])
+
+
+def fake_codes(x: Tensor, rows, cols, fmt: TensorFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """Empty codes, scales and factor of [rows, cols] in ``fmt``."""
+    padded = ceil_to(cols, BLOCK[fmt.format])
+    codes = x.new_empty((rows, padded * BITS[fmt.format] // 8), dtype=torch.uint8)
+    scales = x.new_empty((rows, padded // BLOCK[fmt.format]), dtype=torch.uint8)
+    return codes, scales, fake_factor(x, rows, fmt)
+
+
+def fake_factor(x: Tensor, rows, fmt: TensorFormat) -> Tensor:
+    """Empty factor: [rows], [1] or [0], FP32."""
+    size = {"row": rows, "tensor": 1, None: 0}[fmt.factor]
+    return x.new_empty((size,), dtype=torch.float32)
+
+
+def fake_operand(x: Tensor, rows, cols, fmt: TensorFormat, form: str) -> Tensor:
+    """Empty operand: [rows, cols padded to the block] in the engine's dtype; [0] for "none"."""
+    if form == "none":
+        return x.new_empty((0,), dtype=torch.float32)
+    shape = (rows, ceil_to(cols, BLOCK[fmt.format]))
+    return x.new_empty(shape, dtype=engines.OPERAND_DTYPES[form])
+
+
+def _fake_quantize(x, format, operand, transpose):
+    fmt = TensorFormat.parse(format)
+    rows, cols = (x.shape[1], x.shape[0]) if transpose else x.shape
+    return *fake_codes(x, rows, cols, fmt), fake_operand(x, rows, cols, fmt, operand)
+
+
+@primitive(f"quantize(Tensor x, str format, str operand, bool transpose) -> {_QUANTIZED}", _fake_quantize)
+def quantize(x: Tensor, format: str, operand: str, transpose: bool):
+    """x [R, C] (or its transpose) along the last axis -> codes, scales, factor, operand."""
+    fmt = TensorFormat.parse(format)
+    return implementation(x, fmt).quantize_operand(x, fmt, operand, transpose)
+
+
+def affine(acc: Tensor, row: Tensor | None, col: Tensor | None, bias: Tensor | None) -> Tensor:
+    """FP32 z = (acc * row) * col + bias; row [M] or [1] over rows, col [N] or [1] over columns."""
+    z = acc.float()
+    if row is not None:
+        z = z * row[:, None]
+    if col is not None:
+        z = z * col
+    if bias is not None:
+        z = z + bias.float()
+    return z
+
+
+def _fake_act_quantize(acc, row, col, bias, act, format, operand):
+    return _fake_quantize(acc, format, operand, False)
+
+
+@primitive(
+    f"act_quantize({_TERM.format('')}, str act, str format, str operand) -> {_QUANTIZED}",
+    _fake_act_quantize,
+)
+def act_quantize(acc, row, col, bias, act, format, operand):
+    """h = act((acc * row) * col + bias), FP32, never stored, then as `quantize`."""
+    h = ACTIVATIONS[act].forward(affine(acc, row, col, bias))
+    return quantize(h, format, operand, False)
+
+
+def _fake_glu_quantize(acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act, format, operand):
+    return _fake_quantize(acc_g, format, operand, False)
+
+
+@primitive(
+    f"glu_quantize({_TERM.format('_g')}, {_TERM.format('_u')}, str act, str format, str operand)"
+    f" -> {_QUANTIZED}",
+    _fake_glu_quantize,
+)
+def glu_quantize(acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act, format, operand):
+    """h = act(gate) * up of the two affine terms, FP32, never stored, then as `quantize`."""
+    gate = ACTIVATIONS[act].forward(affine(acc_g, row_g, col_g, bias_g))
+    return quantize(gate * affine(acc_u, row_u, col_u, bias_u), format, operand, False)
+
+
+def _fake_decode(codes, scales, format, cols, operand, transpose):
+    fmt = TensorFormat.parse(format)
+    rows, cols = (cols, codes.shape[0]) if transpose else (codes.shape[0], cols)
+    return fake_operand(codes, rows, cols, fmt, operand)
+
+
+@primitive(
+    "decode(Tensor codes, Tensor scales, str format, SymInt cols, str operand, bool transpose)"
+    " -> Tensor",
+    _fake_decode,
+)
+def decode(codes, scales, format, cols, operand, transpose):
+    """The operand of saved codes, exactly; transposed it is [cols, R padded to the block]."""
+    fmt = TensorFormat.parse(format)
+    return implementation(codes, fmt).decode_operand(codes, scales, fmt, cols, operand, transpose)
+
+
+def _fake_requantize(codes, scales, factor, source, cols, format, operand, seed, stream):
+    fmt = TensorFormat.parse(format)
+    rows = codes.shape[0]
+    return fake_operand(codes, cols, rows, fmt, operand), fake_factor(codes, cols, fmt)
+
+
+@primitive(
+    "requantize(Tensor codes, Tensor scales, Tensor factor, str source, SymInt cols, str format,"
+    " str operand, Tensor? seed, int stream) -> (Tensor, Tensor)",
+    _fake_requantize,
+)
+def requantize(codes, scales, factor, source, cols, format, operand, seed, stream):
+    """Saved codes decoded (with their factor), transposed, quantized again -> operand, factor."""
+    src, fmt = TensorFormat.parse(source), TensorFormat.parse(format)
+    impl = implementation(codes, src, fmt)
+    return impl.requantize_operand(codes, scales, factor, src, cols, fmt, operand, seed, stream)
+
+
+def _fake_gradient(g, dgrad, wgrad, operand_d, operand_w, bias_grad):
+    m, n = g.shape
+    out = []
+    for text, form, rows, cols in ((dgrad, operand_d, m, n), (wgrad, operand_w, n, m)):
+        if text:
+            fmt = TensorFormat.parse(text)
+            out += [fake_operand(g, rows, cols, fmt, form), fake_factor(g, rows, fmt)]
+        else:
+            out += [g.new_empty((0,), dtype=torch.float32) for _ in range(2)]
+    return *out, g.new_empty((n if bias_grad else 0,), dtype=torch.float32)
+
+
+def _fake_quantize_grad(g, fold, dgrad, wgrad, operand_d, operand_w, bias_grad, seed, stream):
+    return _fake_gradient(g, dgrad, wgrad, operand_d, operand_w, bias_grad)
+
+
+@primitive(
+    f"quantize_grad(Tensor g, Tensor? fold, {_GRADIENT}) -> ({_GRADIENT_OUT})", _fake_quantize_grad
+)
+def quantize_grad(g, fold, dgrad, wgrad, operand_d, operand_w, bias_grad, seed, stream):
+    """g [M, N] in both orientations, from one set of random bits, and its column sums.
+
+    Returns dgrad operand [M, Np] and factor, wgrad operand [N, Mp] of (g * fold[:, None])^T and
+    factor, bias gradient FP32 [N]. An empty format text leaves its orientation out ([0] tensors).
+    """
+    d, w = parse(dgrad), parse(wgrad)
+    impl = implementation(g, d, w)
+    return impl.gradient_operands(g, fold, d, w, operand_d, operand_w, bias_grad, seed, stream)
+
+
+def _fake_act_grad(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
+    return _fake_gradient(acc, *rest[:5])
+
+
+@primitive(
+    "act_grad_quantize(Tensor g, Tensor? row, Tensor? col, Tensor acc1, Tensor? row1, Tensor? col1,"
+    f" Tensor? bias1, str act, Tensor? fold, {_GRADIENT}) -> ({_GRADIENT_OUT})",
+    _fake_act_grad,
+)
+def act_grad_quantize(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
+    """`quantize_grad` of (g * row * col) * act'(z), z = (acc * row1) * col1 + bias1, in FP32."""
+    z = affine(acc, row1, col1, bias1)
+    dz = ACTIVATIONS[act].backward(affine(g, row, col, None), z)
+    return quantize_grad(dz, fold, *rest)
+
+
+_GATED = "str act, Tensor? fold_g, Tensor? fold_u"
+
+
+def _fake_glu_grad(g, row, col, acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act,
+                   fold_g, fold_u, dgrad_g, wgrad_g, dgrad_u, wgrad_u,
+                   operand_dg, operand_wg, operand_du, operand_wu, bias_grad_g, bias_grad_u,
+                   seed, stream):  # fmt: skip
+    gate = _fake_gradient(acc_g, dgrad_g, wgrad_g, operand_dg, operand_wg, bias_grad_g)
+    return *gate, *_fake_gradient(acc_u, dgrad_u, wgrad_u, operand_du, operand_wu, bias_grad_u)
+
+
+@primitive(
+    f"glu_grad_quantize(Tensor g, Tensor? row, Tensor? col, {_TERM.format('_g')},"
+    f" {_TERM.format('_u')}, {_GATED}, str dgrad_g, str wgrad_g, str dgrad_u, str wgrad_u,"
+    " str operand_dg, str operand_wg, str operand_du, str operand_wu,"
+    " bool bias_grad_g, bool bias_grad_u, Tensor? seed, int stream)"
+    f" -> ({_GRADIENT_OUT}, {_GRADIENT_OUT})",
+    _fake_glu_grad,
+)
+def glu_grad_quantize(g, row, col, acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act,
+                      fold_g, fold_u, dgrad_g, wgrad_g, dgrad_u, wgrad_u,
+                      operand_dg, operand_wg, operand_du, operand_wu, bias_grad_g, bias_grad_u,
+                      seed, stream):  # fmt: skip
+    """`quantize_grad` of both terms of h = act(gate) * up; streams ``stream`` and ``stream + 16``."""
+    dh = affine(g, row, col, None)
+    gate, up = affine(acc_g, row_g, col_g, bias_g), affine(acc_u, row_u, col_u, bias_u)
+    d_gate = ACTIVATIONS[act].backward(dh * up, gate)
+    d_up = dh * ACTIVATIONS[act].forward(gate)
+    return (
+        *quantize_grad(d_gate, fold_g, dgrad_g, wgrad_g, operand_dg, operand_wg, bias_grad_g, seed, stream),
+        *quantize_grad(d_up, fold_u, dgrad_u, wgrad_u, operand_du, operand_wu, bias_grad_u, seed, stream + 16),
+    )
+
+
+def _fake_scaled_mm(a, b, engine, m, n, out_dtype):
+    return a.new_empty((m, n), dtype=out_dtype)
+
+
+@primitive(
+    "scaled_mm(Tensor a, Tensor b, str engine, SymInt m, SymInt n, ScalarType out_dtype) -> Tensor",
+    _fake_scaled_mm,
+)
+def scaled_mm(a, b, engine, m, n, out_dtype):
+    """a[m, K] b[n, K]^T of two operands by ``engine``, FP32 sums, no factor applied."""
+    return engines.matmul(a, b, engine, out_dtype)
