@@ -77,10 +77,10 @@ def _block_max(blocks: Tensor, tile: bool) -> Tensor:
     b = blocks.abs().amax(-1)
     if not tile:
         return b
-    rows, count = b.shape
+    rows = b.shape[0]
     tiles = torch.nn.functional.pad(b, (0, 0, 0, -rows % BLOCK))
     tiles = tiles.unflatten(0, (tiles.shape[0] // BLOCK, BLOCK))
-    return tiles.amax(1, keepdim=True).expand_as(tiles).reshape(-1, count)[:rows]
+    return tiles.amax(1, keepdim=True).expand_as(tiles).flatten(0, 1)[:rows]
 
 
 def _inverse(scale: Tensor, outer: Tensor) -> Tensor:
@@ -139,15 +139,22 @@ def _exact_candidates(scaled: Tensor) -> Iterator[Candidate]:
         yield torch.where(b == 0, 0, table[j]), inverses[j]
 
 
+def _check(fmt: TensorFormat) -> None:
+    """Refuse what has no definition: a tile has one base, an exact search no random bits."""
+    if fmt.block_scales == "fp8_exact" and (fmt.stochastic or fmt.block == "tile"):
+        raise FormatError(f"{fmt}: fp8_exact has neither stochastic rounding nor tiles")
+    if fmt.block == "tile" and fmt.outer == "row":
+        raise FormatError(f"{fmt}: tiles need outer: tensor, one scale is shared by 16 rows")
+
+
 def quantize(x: Tensor, fmt: TensorFormat, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """FP32 x [R, Cp], Cp a multiple of 16 -> codes uint8 [R, Cp], scales uint8 [R, Cp/16], outer.
 
     ``bits``: int32 [R, Cp] for stochastic rounding. Outer is FP32 [R] or []; NaN where the group's
     maximum is not finite, and then its codes and scales are 0.
     """
+    _check(fmt)
     exact = fmt.block_scales == "fp8_exact"
-    if exact and (bits is not None or fmt.block == "tile"):
-        raise FormatError(f"{fmt}: fp8_exact has neither stochastic rounding nor tiles")
     amax = _group_max(x, fmt.outer)
     finite = amax.isfinite()
     up, down = _outer_scales(torch.where(finite, amax, 0.0), bound(fmt))

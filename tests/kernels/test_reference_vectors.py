@@ -113,7 +113,9 @@ def test_swizzle() -> None:
 
 def test_no_vector_is_left_out() -> None:
     """The keys that the tests above read, by construction of their parameters, are all keys."""
-    read = {key for name in quantized_cases() for key in VECTORS.files if key.startswith(name + "/")}
+    read = {
+        key for name in quantized_cases() for key in VECTORS.files if key.startswith(name + "/")
+    }
     read |= {f"{name.split('/')[0]}/x" for name in quantized_cases()}
     read |= {f"hadamard{n}/{part}" for n in (16, 32) for part in ("signs", "x", "y")}
     read |= {f"random16/{k}" for k in ("seed_stream", "values", "big_seed", "big_values")}
