@@ -9,8 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .apply import apply
-    from .explain import explain
+    from .stamping import apply
+    from .explaining import explain
     from .kernels.errors import (
         EngineError,
         FormatError,
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "apply": ".apply",
-    "explain": ".explain",
+    "apply": ".stamping",
+    "explain": ".explaining",
     "Policy": ".policy",
     "Report": ".report",
     "quantize": ".kernels.quantized",

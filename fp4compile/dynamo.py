@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .kernels.errors import PrecisionError
+from .kernels.errors import Fp4Error, PrecisionError
 
 STAMP = "fp4_scheme"
 
@@ -102,6 +102,18 @@ def guard_stamp(found: Owner) -> None:
     else:
         absent = functools.partial(GuardBuilder.HASATTR, attr=STAMP)
         guards.add(found.source.make_guard(absent))
+
+
+def surface(error: Fp4Error) -> Exception:
+    """The same error so that Dynamo lets it through as it is.
+
+    Dynamo wraps what a backend raises into a page about the backend, except for its own classes.
+    """
+    from torch._dynamo.exc import ShortenTraceback
+
+    cls = type(error)
+    both = type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__})
+    return both(str(error), first_useful_frame=None)
 
 
 def raise_recompile_limit(states: int) -> None:

@@ -1,0 +1,189 @@
+"""What the passes did to a model, layer by layer: the table that `fp4.explain` returns."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, replace
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Row:
+    """One linear layer.
+
+    ``fqn`` dotted name; ``kind`` its spelling in the graph; ``shape`` out x in features; ``scheme``
+    canonical text; ``scheme_name`` its name in the policy; ``rule`` what chose it; ``engine`` of
+    fprop, dgrad and wgrad (one word where they agree); ``saved_bytes`` kept from forward to
+    backward; ``original_bytes`` the same without the rewrite; ``status`` "rewritten", "left" or
+    "not compiled"; ``reason`` why; ``chain`` a number that the layers of one fused chain share;
+    ``refused``: the policy names the layer and the pass could not rewrite it.
+    """
+
+    fqn: str
+    kind: str
+    shape: str
+    scheme: str
+    scheme_name: str
+    rule: str
+    engine: str
+    saved_bytes: int
+    original_bytes: int
+    status: str
+    reason: str
+    chain: int | None = None
+    refused: bool = False
+
+
+COLUMNS = ("layer", "shape", "scheme", "chain", "rule", "engine", "saved", "status", "reason")
+
+
+@dataclass
+class Report:
+    """Rows in the order of the graphs; ``str(report)`` is a table."""
+
+    policy: str = ""
+    rows: list[Row] = field(default_factory=list)
+    graphs: int = 0
+    noticed: bool = False
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, fqn: str) -> Row:
+        """The row of the layer ``fqn``; KeyError where there is none."""
+        for row in self.rows:
+            if row.fqn == fqn:
+                return row
+        raise KeyError(fqn)
+
+    @property
+    def rewritten(self) -> list[Row]:
+        """The rows of layers that run in the policy's precision."""
+        return [row for row in self.rows if row.status == "rewritten"]
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that the listed layers keep from forward to backward."""
+        return sum(row.saved_bytes for row in self.rows)
+
+    @property
+    def original_bytes(self) -> int:
+        """The same without the rewrite."""
+        return sum(row.original_bytes for row in self.rows)
+
+    def add(self, rows: list[Row], training: bool = True) -> None:
+        """Add a graph's rows; a layer compiled again replaces its row.
+
+        A graph without gradients says nothing new about a layer that is known already.
+        """
+        self.graphs += 1
+        known = {row.fqn: i for i, row in enumerate(self.rows) if row.fqn}
+        fresh = [row for row in rows if training or row.fqn not in known]
+        offset = 1 + max((r.chain for r in self.rows if r.chain is not None), default=-1)
+        for row in fresh:
+            if row.chain is not None:
+                row = replace(row, chain=offset + row.chain)
+            if row.fqn in known:
+                self.rows[known[row.fqn]] = row
+            else:
+                self.rows.append(row)
+        self._number_chains()
+
+    def _number_chains(self) -> None:
+        numbers = dict.fromkeys(r.chain for r in self.rows if r.chain is not None)
+        dense = {old: new for new, old in enumerate(numbers)}
+        self.rows = [
+            r if r.chain is None else replace(r, chain=dense[r.chain]) for r in self.rows
+        ]
+
+    def nothing(self) -> str:
+        """One line that says why nothing was rewritten."""
+        if not self.rows:
+            return f"policy {self.policy}: nothing was rewritten, the model has no linear layers"
+        reasons: dict[str, int] = {}
+        for row in self.rows:
+            reasons[row.reason] = reasons.get(row.reason, 0) + 1
+        most = max(reasons, key=lambda r: reasons[r])
+        return (
+            f"policy {self.policy}: nothing was rewritten, {len(self.rows)} linear layers were"
+            f" left ({reasons[most]} of them: {most}); see fp4.explain"
+        )
+
+    def as_dicts(self) -> list[dict]:
+        """The rows as plain dicts, for JSON."""
+        return [asdict(row) for row in self.rows]
+
+    def summary(self) -> str:
+        """One line: how many layers of how many, and the bytes kept for backward."""
+        chains = len({row.chain for row in self.rows if row.chain is not None})
+        saved, before = human(self.saved_bytes), human(self.original_bytes)
+        return (
+            f"{len(self.rewritten)} of {len(self.rows)} linear layers rewritten, {chains} fused"
+            f" chains; {saved} kept for backward by these layers (original {before})"
+        )
+
+    def __str__(self) -> str:
+        return render(self)
+
+
+def human(n: float) -> str:
+    """Bytes for a person: 1536 -> "1.5 KiB"."""
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    i = 0
+    while n >= 1024 and i < len(units) - 1:
+        n, i = n / 1024, i + 1
+    return f"{n:.0f} {units[i]}" if i == 0 else f"{n:.1f} {units[i]}"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """A row's texts in the order of `COLUMNS`."""
+    chain = "" if row.chain is None else str(row.chain)
+    saved = human(row.saved_bytes) if row.saved_bytes else ""
+    return (
+        row.fqn, row.shape, row.scheme_name, chain, row.rule, row.engine, saved, row.status,
+        row.reason,
+    )  # fmt: skip
+
+
+def render(report: Report) -> str:
+    """The report as a table in plain text, one line a layer, and the schemes spelled out below."""
+    table = [COLUMNS, *(cells(row) for row in report.rows)]
+    widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
+    used = [i for i in range(len(COLUMNS)) if any(line[i] for line in table[1:])] or [0]
+    lines = ["  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in table]
+    lines.insert(1, "  ".join("-" * widths[i] for i in used))
+    lines += ["", report.summary()]
+    schemes = {row.scheme_name: row.scheme for row in report.rows if row.scheme != "original"}
+    lines += [f"{name}: {text}" for name, text in schemes.items()]
+    return "\n".join(lines)
+
+
+class Reports:
+    """The reports of every model compiled in this process, by its outermost module."""
+
+    def __init__(self) -> None:
+        self._by_root: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+
+    def record(self, root: nn.Module | None, policy: str, rows: list[Row]) -> Report:
+        """Add a graph's rows to the report of ``root``; a new policy starts a new report."""
+        if root is None:
+            report = Report(policy)
+        else:
+            report = self._by_root.setdefault(root, Report(policy))
+            if report.policy != policy:
+                report = self._by_root[root] = Report(policy)
+        report.add(rows, torch.is_grad_enabled())
+        return report
+
+    def of(self, root: nn.Module) -> Report | None:
+        """What was recorded for ``root``, or None."""
+        return self._by_root.get(root)
+
+
+reports = Reports()
