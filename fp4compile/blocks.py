@@ -13,20 +13,15 @@ from dataclasses import dataclass
 
 from torch import nn
 
-WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+from .passes.names import WRAPPERS, strip_wrappers
+
+_ATTRIBUTES = tuple(prefix.rstrip(".") for prefix in WRAPPERS)
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def clean_name(fqn: str) -> str:
-    """``fqn`` without what wrappers add to it.
-
-    ``_orig_mod`` (compiled), ``_fsdp_wrapped_module`` and ``_checkpoint_wrapped_module`` anywhere,
-    ``module`` (DDP) at the front.
-    """
-    parts = [p for p in fqn.split(".") if p not in WRAPPERS]
-    while parts and parts[0] == "module":
-        parts = parts[1:]
-    return ".".join(parts)
+    """A module's name without what wrappers add to it, at its end too (a compiled linear)."""
+    return strip_wrappers(fqn + ".").removesuffix(".")
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -106,7 +101,7 @@ def _repeated(module: nn.Module) -> bool:
 def unwrap(module: nn.Module) -> nn.Module:
     """The module inside compile, FSDP, checkpoint and DDP wrappers."""
     while True:
-        names = [w for w in WRAPPERS if w in module._modules]
+        names = [w for w in _ATTRIBUTES if w in module._modules]
         if type(module).__name__ in ("DistributedDataParallel", "DataParallel"):
             names.append("module")
         if not names:

@@ -27,7 +27,7 @@ from .policy_rules import Block, Named, Rule, rules_of
 from .policy_schemes import BUILT_IN, Phase, check_phase, phases_of, scheme_of
 from .policy_yaml import Source, read, read_text
 from .stamp import Decision, Stamp
-from .words import nearest, unknown
+from .words import hint, shown, unknown
 
 DEFAULT_RECIPE = "fp8-exact"
 BLOCK_ADVICE = "when compiling block by block, call fp4.apply(model, policy) on the whole model"
@@ -100,7 +100,11 @@ class Policy:
     @staticmethod
     def from_dict(data: Mapping) -> Policy:
         """The policy of plain data with the keys of a policy file."""
-        return Policy.parse(yaml.safe_dump(dict(data), sort_keys=False), "<dict>")
+        try:
+            text = yaml.safe_dump(dict(data), sort_keys=False)
+        except yaml.YAMLError as exc:
+            raise PolicyError(f"<dict>: not plain data: {shown(exc.args[-1])}") from None
+        return Policy.parse(text, "<dict>")
 
     @staticmethod
     def parse(text: str, name: str = "<string>") -> Policy:
@@ -111,7 +115,7 @@ class Policy:
     def save(self, path: str | Path) -> None:
         """Writes the policy as it was read, comments included."""
         try:
-            Path(path).write_text(self.text, encoding="utf-8")
+            Path(path).write_bytes(self.text.encode())
         except OSError as exc:
             raise PolicyError(f"{path}: {(exc.strerror or str(exc)).lower()}") from None
 
@@ -158,9 +162,8 @@ class Policy:
         for rule in self.rules:
             if rule.own or any(rule.holds(named) for named in layers):
                 continue
-            near = nearest(rule.match, names) if rule.match else None
-            hint = f"; did you mean {near!r}?" if near and rule.match not in names else ""
-            warnings.append(f"{rule}: holds for no layer{hint}")
+            near = hint(rule.match, names) if rule.match and rule.match not in names else ""
+            warnings.append(f"{rule}: holds for no layer{near}")
         if warnings and self.strict:
             raise PolicyError(warnings[0])
         return warnings
@@ -206,7 +209,7 @@ class Policy:
 
 
 def _build(entry: PolicyEntry, source: Source) -> Policy:
-    recipe = entry.recipe or DEFAULT_RECIPE
+    recipe = DEFAULT_RECIPE if entry.recipe is None else entry.recipe
     if recipe not in recipes():
         raise source.error(("recipe",), unknown("recipe", recipe, recipes()))
     base, base_source = _recipe(recipe)

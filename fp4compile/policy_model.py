@@ -26,7 +26,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from .kernels.errors import PolicyError
 from .policy_yaml import Source
-from .words import nearest, shown, unknown
+from .words import hint, shown, unknown
 
 SCHEMA = Path(__file__).with_name("policy_schema.json")
 ORIGINAL = ("original", "bf16")
@@ -51,17 +51,22 @@ class _Entry(BaseModel):
         return data
 
 
+def _version(value: Any) -> int:
+    if type(value) is int and value == 1:
+        return 1
+    text = "version {got} is unknown; this release reads version 1"
+    raise PydanticCustomError("version", text, {"got": shown(value)})
+
+
 def _search(value: Any) -> Any:
     """``scale_search``: a word, or a list of factors."""
     if isinstance(value, list) and value and all(type(v) in (int, float) for v in value):
         return tuple(float(v) for v in value)
     if value is None or value == "four_over_six":
         return value
-    raise PydanticCustomError(
-        "search",
-        "{got} is neither four_over_six nor a list of factors",
-        {"got": shown(value)},
-    )
+    text = "{got} is neither four_over_six nor a list of factors{hint}"
+    context = {"got": shown(value), "hint": hint(value, ["four_over_six"])}
+    raise PydanticCustomError("search", text, context)
 
 
 _SEARCH_SCHEMA = {
@@ -72,6 +77,9 @@ _SEARCH_SCHEMA = {
     ]
 }
 Search = Annotated[Any, BeforeValidator(_search), WithJsonSchema(_SEARCH_SCHEMA)]
+
+
+Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": 1})]
 
 
 class OperandEntry(_Entry):
@@ -150,7 +158,7 @@ class PhaseEntry(_Entry):
 class PolicyEntry(_Entry):
     """The whole file."""
 
-    version: Literal[1]
+    version: Version
     recipe: str | None = None
     strict: bool = False
     save_weight: Literal["codes", "remake"] = "codes"
@@ -179,31 +187,33 @@ _NEEDED = {
 }
 
 
+_ADVICE: dict[int | str, str] = {
+    "version": " (write `version: 1`)",
+    **dict.fromkeys(("fprop", "dgrad", "wgrad"), " (`original` keeps that GEMM as it is)"),
+}
+
+
 def _one_line(error: ErrorDetails, source: Source) -> PolicyError:
     kind, path, value = error["type"], error["loc"], error["input"]
     context = error.get("ctx", {})
     if kind == "key":
         return source.error((*path, context["key"]), context["text"])
     if kind == "missing":
-        return source.error(path[:-1], f"{path[-1]!r} is missing")
+        return source.error(path[:-1], f"{path[-1]!r} is missing{_ADVICE.get(path[-1], '')}")
     if kind in _NEEDED:
-        hint = " (quote it)" if kind == "string_type" and _scalar(value) else ""
-        return source.error(path, f"{_NEEDED[kind]} is needed, not {shown(value)}{hint}")
+        quote = " (quote it)" if kind == "string_type" and isinstance(value, (int, float)) else ""
+        return source.error(path, f"{_NEEDED[kind]} is needed, not {shown(value)}{quote}")
+    if kind == "greater_than_equal":
+        return source.error(path, f"{context['ge']} or more is needed, not {shown(value)}")
     if kind == "literal_error":
         return source.error(path, _not_one_of(value, context["expected"]))
     return source.error(path, error["msg"][:1].lower() + error["msg"][1:])
 
 
-def _scalar(value: object) -> bool:
-    return isinstance(value, (int, float))
-
-
 def _not_one_of(value: object, expected: str) -> str:
     """Turns pydantic's ``'a', 'b' or 3`` into a sentence with the nearest word."""
     words = [a or b for a, b in re.findall(r"'([^']*)'|(\d+)", expected)]
-    near = nearest(value, words)
-    hint = f"; did you mean {near!r}?" if near else ""
-    return f"{shown(value)} is none of {', '.join(words)}{hint}"
+    return f"{shown(value)} is none of {', '.join(words)}{hint(value, words)}"
 
 
 def schema() -> dict:

@@ -11,6 +11,7 @@ from fractions import Fraction
 
 from .policy_model import RuleEntry
 from .policy_yaml import Source
+from .words import hint
 
 Block = tuple[int, int] | None
 Named = Sequence[tuple[str, Block]]
@@ -30,10 +31,14 @@ class Span:
         """``first 2``, ``last 4``, ``last 16.6%``; ValueError says what is wrong."""
         found = _SPAN.fullmatch(text)
         if not found:
-            raise ValueError(f'{text!r} is none of "first N", "last N", "first P%", "last P%"')
+            near = hint(text.split(" ")[0], ("first", "last"))
+            raise ValueError(
+                f'{text!r} is none of "first N", "last N", "first P%", "last P%"{near}'
+            )
         amount, percent = Fraction(found[2]), bool(found[3])
         if amount <= 0 or (percent and amount > 100):
-            raise ValueError(f"{text!r}: {'0 < P <= 100' if percent else 'N >= 1'} is needed")
+            needed = "more than 0% and at most 100%" if percent else "1 or more blocks"
+            raise ValueError(f"{text!r}: needs {needed}")
         if not percent and amount.denominator != 1:
             raise ValueError(f"{text!r}: a number of blocks is whole; write % for a percentage")
         return Span(found[1], amount, percent)

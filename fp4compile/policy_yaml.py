@@ -79,7 +79,7 @@ def read(text: str, name: str) -> tuple[dict, Source]:
         raise PolicyError(f"{name}:1: empty; a policy needs at least `version: 1`")
     if not isinstance(root, yaml.MappingNode):
         raise PolicyError(f"{name}:{_line(root)}: a mapping of keys is needed at the top level")
-    return _Reader(source).value(root, ()), source
+    return _Reader(source).mapping(root, ()), source
 
 
 def _compose(source: Source) -> yaml.Node | None:
@@ -143,7 +143,7 @@ class _Reader:
 
     def scalar(self, node: yaml.ScalarNode) -> object:
         if node.tag not in _SCALARS:
-            raise self.fail(node, f"{_tag(node)} is not allowed here: {shown(node.value)}")
+            raise self.fail(node, f"{_tag(node)} {shown(node.value)} is not allowed here")
         try:
             return self.scalars.construct_object(node)
         except (ValueError, KeyError, yaml.YAMLError):

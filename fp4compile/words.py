@@ -9,8 +9,9 @@ LONGEST = 60
 
 
 def shown(value: object) -> str:
-    """``value`` in at most one short line."""
-    text = repr(value)
+    """``value`` in at most one short line, in YAML's words."""
+    words = {None: "null", True: "true", False: "false"}
+    text = words[value] if value is None or isinstance(value, bool) else repr(value)
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 
@@ -22,9 +23,14 @@ def nearest(word: object, words: Iterable[object]) -> str | None:
     return lower[close[0]] if close else None
 
 
+def hint(word: object, words: Iterable[object]) -> str:
+    """``; did you mean 'W'?`` where a word is close, else nothing."""
+    near = nearest(word, words)
+    return f"; did you mean {near!r}?" if near is not None else ""
+
+
 def unknown(kind: str, word: object, words: Iterable[object]) -> str:
     """``unknown KIND 'WORD'; did you mean 'W'? (known: ...)``."""
     words = list(words)
-    near = nearest(word, words)
-    hint = f"; did you mean {near!r}?" if near else ""
-    return f"unknown {kind} {shown(word)}{hint} (known: {', '.join(str(w) for w in words)})"
+    known = ", ".join(str(w) for w in words)
+    return f"unknown {kind} {shown(word)}{hint(word, words)} (known: {known})"

@@ -1,0 +1,14 @@
+"""The command ``fp4compile``. Every error on purpose is one red line on stderr, exit code 2."""
+
+from __future__ import annotations
+
+import typer
+
+from .cli_policy import app as policy_app
+
+app = typer.Typer(
+    help='Train linear layers in 4 bits with torch.compile(model, backend="fp4").',
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+)
+app.add_typer(policy_app, name="policy")

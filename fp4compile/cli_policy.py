@@ -1,0 +1,150 @@
+"""``fp4compile policy check|init|schema``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .cli_errors import one_line_errors
+from .kernels.errors import PolicyError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import nn
+
+    from .policy import Policy, Resolution
+    from .stamp import Stamp
+
+app = typer.Typer(help="Check a policy file, or start one.", no_args_is_help=True)
+
+STARTER = """\
+# Which precision each layer gets. Keys: docs/policy.md; check with `fp4compile policy check`.
+version: 1
+recipe: {recipe}
+
+# true: a rule that holds for no layer, or a layer that it names and that cannot be rewritten, is an
+# error instead of a warning.
+strict: false
+
+# First match wins, before the recipe's own rules. Uncomment and change:
+layers:
+#  - {{match: "lm_head", scheme: original}}          # a glob on the whole name; * crosses dots
+#  - {{match: 're:.*\\.attn\\.(qkv|proj)', scheme: original}}   # a regex for the whole name
+#  - {{blocks: last 16.6%, scheme: mxfp8}}           # also first 2, last 4, first 10%
+#  - {{chain: mlp, scheme: low}}                     # linear, activation, linear; gated ones too
+
+# What the recipe {recipe} does after the rules above:
+{rules}
+
+# Late in training: fp4.apply(model, policy, step=n)
+phases:
+#  - {{from_step: 8200, fprop: original}}
+"""
+
+
+@app.command()
+@one_line_errors
+def check(
+    file: Annotated[Path, typer.Argument(help="the policy file")],
+    model: Annotated[
+        str | None, typer.Option(help="module:factory, a function that returns the model")
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="the training step, for phases")] = None,
+) -> None:
+    """Check a policy file; with --model also say what each of its layers gets."""
+    from .policy import Policy
+
+    policy = Policy.load(file)
+    if model is None:
+        typer.echo(f"{file}: good ({_summary(policy)})")
+        return
+    from rich.console import Console
+
+    net = build(model)
+    resolution = policy.resolve(net, step)
+    for warning in resolution.warnings:
+        typer.secho(f"warning: {warning}", fg="yellow", err=True)
+    Console().print(_table(resolution, f"recipe {policy.recipe_name}: "))
+    typer.echo(f"{file}: good ({_summary(policy)})")
+
+
+@app.command()
+@one_line_errors
+def init(
+    file: Annotated[Path, typer.Argument(help="the file to write")],
+    recipe: Annotated[str, typer.Option(help="the recipe to start from")] = "fp8-exact",
+    force: Annotated[bool, typer.Option(help="replace an existing file")] = False,
+) -> None:
+    """Write a commented policy file to start from."""
+    from .policy import Policy
+
+    base = Policy.recipe(recipe)
+    if file.exists() and not force:
+        raise PolicyError(f"{file}: exists already (--force replaces it)")
+    rules = [f"#   {rule.selectors}: {rule.scheme}" for rule in base.rules]
+    rules.append(f"#   everything else: {base.default_rule[0]}")
+    text = STARTER.format(recipe=recipe, rules="\n".join(rules))
+    Policy.parse(text, str(file)).save(file)
+    typer.echo(f"wrote {file}")
+
+
+@app.command()
+def schema() -> None:
+    """Print the path of the JSON schema, for editors that complete and check YAML."""
+    typer.echo(str(Path(__file__).with_name("policy_schema.json")))
+
+
+def build(spec: str) -> nn.Module:
+    """The model that ``module:factory`` returns; `PolicyError` where it cannot be had."""
+    from torch import nn
+
+    name, _, attribute = spec.partition(":")
+    if not name or not attribute:
+        raise PolicyError(f"--model {spec}: module:factory is needed, such as train:make_model")
+    sys.path.insert(0, os.getcwd())
+    try:
+        model = getattr(importlib.import_module(name), attribute)()
+    except Exception as exc:  # the user's own code: whatever it raises is shown in one line
+        text = " ".join(f"{type(exc).__name__}: {exc}".split())
+        raise PolicyError(f"--model {spec}: {text}") from None
+    finally:
+        sys.path.remove(os.getcwd())
+    if not isinstance(model, nn.Module):
+        raise PolicyError(f"--model {spec}: returned {type(model).__name__}, not a torch module")
+    return model
+
+
+def _summary(policy: Policy) -> str:
+    own = sum(not rule.own for rule in policy.rules)
+    parts = [f"recipe {policy.recipe_name}", f"{own} rule{'s' * (own != 1)} of its own"]
+    parts += [f"{len(policy.phases)} phase{'s' * (len(policy.phases) != 1)}"] * bool(policy.phases)
+    return ", ".join([*parts, *["strict"] * policy.strict])
+
+
+def _table(resolution: Resolution, prefix: str) -> Table:
+    """Layers of equal name (numbers aside) and equal stamp in one row."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("layer", "layers", "in an MLP chain", "otherwise", "rule")
+    for (name, chain, plain, rule), count in _rows(resolution).items():
+        rule = rule.replace(prefix, "recipe: ")
+        table.add_row(*map(escape, (name, str(count), chain, plain, rule)))
+    return table
+
+
+def _rows(resolution: Resolution) -> Counter[tuple[str, str, str, str]]:
+    return Counter(_row(name, stamp) for name, stamp in resolution.items())
+
+
+def _row(name: str, stamp: Stamp) -> tuple[str, str, str, str]:
+    rules = dict.fromkeys((stamp.chain.rule, stamp.plain.rule))
+    pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+    return pattern, stamp.chain.scheme_name, stamp.plain.scheme_name, "\n".join(rules)
