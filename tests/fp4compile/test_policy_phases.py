@@ -1,0 +1,90 @@
+"""What a phase makes of a scheme: backward operands without forward codes, whole schemes, order."""
+
+from __future__ import annotations
+
+import pytest
+from policy_models import Gpt
+
+from fp4compile.policy import Policy, recipes
+from fp4compile.stamp import Stamp
+
+V = "version: 1\n"
+
+
+def stamp(
+    phases: str, step: int | None, recipe: str = "fp8-exact", layer: str = "h.0.mlp.up"
+) -> Stamp:
+    return Policy.parse(f"{V}recipe: {recipe}\nphases:\n{phases}", "p.yaml").resolve(Gpt(12), step)[
+        layer
+    ]
+
+
+def low(phase: str, recipe: str = "fp8-exact") -> str:
+    return str(stamp(f"  - {{from_step: 10, {phase}}}\n", 10, recipe).chain.scheme)
+
+
+FORWARD_ORIGINAL = {
+    "fp8-exact": "fprop(original) dgrad(mxfp8:row:sr, input>nvfp4:tensor:fp8_exact) "
+    "wgrad(mxfp8:row:sr, input>nvfp4:tensor:fp8_exact)",
+    "thinking-machines": "fprop(original) dgrad(mxfp8:32:sr, input>mxfp8:32) wgrad(mxfp8:32:sr, input>mxfp8:32)",
+    "mxfp8": "fprop(original) dgrad(mxfp8:32:sr, input>mxfp8:32) wgrad(mxfp8:32:sr, input>mxfp8:32)",
+    "nvidia": "fprop(original) dgrad(nvfp4:tensor:sr, input>nvfp4:tensor:tile) "
+    "wgrad(nvfp4:tensor:sr:had16, input>nvfp4:tensor:had16)",
+    "mxfp4": "fprop(original) dgrad(mxfp4:sr, input>mxfp4) wgrad(mxfp4:sr:had32, input>mxfp4:had32)",
+    "bf16": "original",
+}
+
+
+@pytest.mark.parametrize("recipe", recipes())
+def test_forward_original_quantizes_backward_operands_from_the_input(recipe: str) -> None:
+    assert low("fprop: original", recipe) == FORWARD_ORIGINAL[recipe]
+
+
+def test_backward_original() -> None:
+    assert low("dgrad: original, wgrad: original") == (
+        "fprop(nvfp4:row:fp8_exact, nvfp4:tensor:fp8_exact) dgrad(original) wgrad(original)"
+    )
+
+
+def test_a_gemm_of_another_scheme() -> None:
+    assert low("dgrad: mxfp8", "thinking-machines") == low(
+        ["from_step: 10", "wgrad: low"][1], "thinking-machines"
+    )
+    assert low("fprop: original, wgrad: mxfp8", "nvidia") == (
+        "fprop(original) dgrad(nvfp4:tensor:sr, input>nvfp4:tensor:tile) wgrad(mxfp8:32:sr, input>mxfp8:32)"
+    )
+
+
+@pytest.mark.parametrize(
+    "phase",
+    [
+        "all: original",
+        "scheme: original",
+        "all: bf16",
+        "fprop: original, dgrad: bf16, wgrad: original",
+    ],
+)
+def test_everything_original(phase: str) -> None:
+    got = stamp(f"  - {{from_step: 10, {phase}}}\n", 10)
+    assert got.original and got.chain.scheme_name == "original"
+
+
+def test_a_whole_scheme() -> None:
+    got = stamp("  - {from_step: 10, scheme: mxfp8}\n", 99).chain
+    assert got.scheme_name == "mxfp8"
+    assert got.rule == "recipe fp8-exact: chain mlp; from step 10 (p.yaml:4) scheme mxfp8"
+
+
+def test_original_layers_stay_original() -> None:
+    assert stamp("  - {from_step: 10, scheme: mxfp8}\n", 10).plain.scheme.original
+    assert stamp("  - {from_step: 10, scheme: mxfp8}\n", 10, "nvidia", "lm_head").original
+
+
+def test_the_last_phase_begun_holds() -> None:
+    phases = "  - {from_step: 10, fprop: original}\n  - {from_step: 20, all: original}\n"
+    names = [stamp(phases, step).chain.scheme_name for step in (None, 0, 9, 10, 19, 20, 10**9)]
+    assert names == ["low"] * 3 + ["low, fprop original"] * 2 + ["original"] * 2
+
+
+def test_no_step_is_the_first_step() -> None:
+    assert stamp("  - {from_step: 0, all: original}\n", None).original
