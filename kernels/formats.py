@@ -96,7 +96,7 @@ class TensorFormat:
             raise FormatError(f"{self.format} has no scale_search")
         if isinstance(search, str) and search != "four_over_six":
             raise FormatError(f"scale_search={search!r} is neither four_over_six nor a list")
-        if isinstance(search, tuple) and (not search or min(search) <= 0):
+        if isinstance(search, tuple) and not (search and all(0 < f < float("inf") for f in search)):
             raise FormatError("scale_search: a list of positive factors is needed")
         if self.rounding == "stochastic":
             raise FormatError("a scale search cannot be combined with stochastic rounding (biased)")
@@ -132,7 +132,7 @@ class TensorFormat:
         if isinstance(self.scale_search, str):
             words.append(self.scale_search)
         elif self.scale_search:
-            words.append("search=" + "/".join(f"{f:g}" for f in self.scale_search))
+            words.append("search=" + "/".join(repr(float(f)).removesuffix(".0") for f in self.scale_search))
         words += ["sr"] * self.stochastic
         words += [f"had{self.rotation}"] if self.rotation else []
         return ":".join(words)

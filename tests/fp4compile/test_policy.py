@@ -270,6 +270,18 @@ def test_stamp_text_leaves_rule_and_file_out() -> None:
     assert one != two and str(one) == str(two)
 
 
+@pytest.mark.parametrize("factors", ["0.875, 1, 1.5", "0.333333333333, 1.0", "1e-3"])
+def test_search_factors_survive_the_stamp_text(factors: str) -> None:
+    text = (
+        f"{V}schemes:\n  mine:\n    fprop:\n      weight: {{format: nvfp4}}\n"
+        f"      activation: {{format: nvfp4, scale_search: [{factors}]}}\n"
+        "    dgrad: original\n    wgrad: original\ndefault: mine\n"
+    )
+    stamp = Policy.parse(text).stamp_for("up")
+    searched = Stamp.parse(str(stamp)).plain.scheme.fprop[0].format.scale_search
+    assert searched == tuple(float(f) for f in factors.split(","))
+
+
 # saving
 
 

@@ -130,6 +130,11 @@ ERRORS: dict[str, tuple[str, int, str]] = {
         "did you mean 'four_over_six'?",
     ),
     "search list": (operand("{format: nvfp4, scale_search: [1, -1]}"), 5, "positive factors"),
+    "search nan": (
+        operand("{format: nvfp4, scale_search: [.nan]}"),
+        5,
+        "positive factors",
+    ),
     "search texts": (operand("{format: nvfp4, scale_search: [a]}"), 5, "nor a list of factors"),
     "search, stochastic": (
         operand("{format: nvfp4, scale_search: four_over_six, rounding: stochastic}"),
