@@ -132,7 +132,8 @@ class TensorFormat:
         if isinstance(self.scale_search, str):
             words.append(self.scale_search)
         elif self.scale_search:
-            words.append("search=" + "/".join(repr(float(f)).removesuffix(".0") for f in self.scale_search))
+            factors = (repr(float(f)).removesuffix(".0") for f in self.scale_search)
+            words.append("search=" + "/".join(factors))
         words += ["sr"] * self.stochastic
         words += [f"had{self.rotation}"] if self.rotation else []
         return ":".join(words)
