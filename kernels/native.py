@@ -178,7 +178,7 @@ def decode(
     return values
 
 
-def _factor(scales: Tensor, outer: Tensor, fmt: TensorFormat) -> Tensor:
+def factor(scales: Tensor, outer: Tensor, fmt: TensorFormat) -> Tensor:
     """What a GEMM's result is multiplied with: FP32 [R], [1] or [0] (see `reference.split`)."""
     if fmt.block != "row":
         return outer.reshape(-1)
@@ -252,4 +252,4 @@ def _general(
     """One orientation through `quantize` (NVFP4): values and factor."""
     _, scales, outer, values = quantize(g, fmt, seed, stream, None, True, transpose, True)
     assert values is not None
-    return values, _factor(scales, outer, fmt)
+    return values, factor(scales, outer, fmt)

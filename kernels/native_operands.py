@@ -1,6 +1,61 @@
-"""The primitives over the native C++ kernels, for CPU tensors."""
+"""The primitives over the native C++ kernels, for CPU tensors; see `fallback` for the interface."""
 
-def available():
-    return False
-def supports(fmt):
-    return False
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import native
+from .formats import TensorFormat
+from .primitives import as_operand
+
+
+def available() -> bool:
+    """Whether the machine's C++ compiler built the kernels."""
+    return native.available()[0]
+
+
+def supports(fmt: TensorFormat) -> bool:
+    """Whether the native kernels know ``fmt``."""
+    return native.supports(fmt)
+
+
+def quantize_operand(
+    x: Tensor, fmt: TensorFormat, form: str, transpose: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Codes, scales, factor and operand of x [R, C], or of its transpose."""
+    codes, scales, outer, values = native.quantize(
+        x, fmt, values=form != "none", transpose=transpose
+    )
+    factor = native.factor(scales, outer, fmt)
+    return codes, scales, factor, x.new_empty(0) if values is None else as_operand(values, form)
+
+
+def decode_operand(
+    codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int, form: str, transpose: bool
+) -> Tensor:
+    """The operand of saved codes; transposed: [cols, R padded to the block with zeros]."""
+    return as_operand(native.decode(codes, scales, fmt, cols, transpose), form)
+
+
+def requantize_operand(
+    codes: Tensor, scales: Tensor, factors: Tensor, source: TensorFormat, cols: int,
+    fmt: TensorFormat, form: str, seed: Tensor, stream: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Decode with the factor, transpose, quantize in ``fmt`` -> operand, factor."""
+    values = native.decode(codes, scales, source, cols)[:, :cols]
+    if factors.numel():
+        values = values * factors[:, None]
+    _, scales, outer, out = native.quantize(values, fmt, seed, stream, values=True, transpose=True)
+    assert out is not None
+    return as_operand(out, form), native.factor(scales, outer, fmt)
+
+
+def gradient_operands(
+    g: Tensor, fold: Tensor | None, dgrad: TensorFormat | None, wgrad: TensorFormat | None,
+    form_d: str, form_w: str, bias_grad: bool, seed: Tensor | None, stream: int,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """See `primitives.quantize_grad`."""
+    d, d_factor, w, w_factor, sums = native.quantize_grad(
+        g, fold, dgrad, wgrad, seed, stream, bias_grad
+    )
+    return as_operand(d, form_d), d_factor, as_operand(w, form_w), w_factor, sums

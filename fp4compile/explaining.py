@@ -1,0 +1,167 @@
+"""`fp4.explain`: what the passes do to each linear of a model, and why not."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from . import dynamo, stamping
+from .blocks import linears, unwrap
+from .choice import Choice
+from .kernels.errors import Fp4Error
+from .policy import Policy
+from .report import Report, Row, reports
+
+
+def explain(
+    model: nn.Module,
+    args: Sequence = (),
+    kwargs: Mapping[str, Any] | None = None,
+    policy: Policy | str | None = None,
+) -> Report:
+    """One row for every linear of ``model``: scheme, rule, engine, saved bytes, status, reason.
+
+    With example inputs the model is captured and rewritten, not compiled, and runs once in its
+    original precision; its buffers, stamps and the random state are as before. Without, a model
+    that was compiled with backend "fp4" and has run gives the report of those graphs.
+    ``policy``: a `Policy` or a file's path; default: the model's stamps, else recipe fp8-exact.
+
+    Raises:
+        Fp4Error: where there is neither an example input nor a compiled graph to report on.
+    """
+    inner = unwrap(model)
+    if not args and not kwargs and not _takes_nothing(inner):
+        return _recorded(inner)
+    from .backend import as_policy
+
+    resolved = as_policy(policy)
+    report = Report(resolved.name)
+    with _as_before(inner), _eager_runs(inner) as eager:
+        reasons = dynamo.break_reasons()
+        _capture(inner, args, dict(kwargs or {}), _collector(report, resolved, policy is not None))
+        new = {r: n for r, n in dynamo.break_reasons().items() if n > reasons.get(r, 0)}
+    _add_missing(report, inner, resolved, eager, next(iter(new), ""))
+    return report
+
+
+def _takes_nothing(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters.values()
+    return all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
+def _recorded(model: nn.Module) -> Report:
+    report = reports.of(model)
+    if report is None:
+        raise Fp4Error(
+            f"explain: {type(model).__name__} has not run under backend 'fp4' yet; give example"
+            " inputs: fp4.explain(model, args=(x,))"
+        )
+    complete = Report(report.policy, list(report.rows), report.graphs)
+    eager = {
+        m for m in linears(model) if m.__dict__.get(stamping.INFO, {}).get("eager")
+    }
+    _add_missing(complete, model, None, eager, "")
+    return complete
+
+
+def _collector(report: Report, policy: Policy, explicit: bool) -> Callable:
+    """A backend that rewrites a copy of each graph for the report and runs the graph as it was."""
+    from .kernels import ops  # noqa: F401 - defines torch.ops.fp4
+    from .passes.rewrite import rewrite
+
+    def backend(gm: GraphModule, inputs: list) -> Callable:
+        original = copy.deepcopy(gm)
+        try:
+            choice = Choice(gm, policy, explicit)
+            rows = rewrite(gm, choice).rows
+            report.add(choice.describe(rows), torch.is_grad_enabled())
+        except Fp4Error as error:
+            raise dynamo.surface(error) from None
+        return original.forward
+
+    return backend
+
+
+def _capture(model: nn.Module, args: Sequence, kwargs: dict, backend: Callable) -> None:
+    compiled = torch.compile(model, backend=backend)
+    config = torch._dynamo.config
+    limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
+    with config.patch(limits), torch.random.fork_rng():
+        compiled(*args, **kwargs)
+
+
+@contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Put buffers, stamps and watches back as they were."""
+    buffers = {name: b.clone() for name, b in model.named_buffers() if b is not None}
+    keys = (stamping.STAMP, stamping.INFO)
+    stamps = {m: {k: m.__dict__[k] for k in keys if k in m.__dict__} for m in model.modules()}
+    hooks = {m: dict(m._forward_pre_hooks) for m in model.modules()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                if name in buffers:
+                    buffer.copy_(buffers[name])
+        for module, before in stamps.items():
+            for key in keys:
+                module.__dict__.pop(key, None)
+            module.__dict__.update(before)
+            for key in [k for k in module._forward_pre_hooks if k not in hooks[module]]:
+                del module._forward_pre_hooks[key]
+
+
+@contextmanager
+def _eager_runs(model: nn.Module) -> Iterator[set[nn.Module]]:
+    """The linears of ``model`` that run outside of compiled graphs meanwhile."""
+    seen: set[nn.Module] = set()
+
+    def hook(module: nn.Module, args: Any) -> None:
+        if not torch.compiler.is_compiling():
+            seen.add(module)
+
+    handles = [module.register_forward_pre_hook(hook) for module in linears(model)]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _add_missing(
+    report: Report, model: nn.Module, policy: Policy | None, eager: set, why: str
+) -> None:
+    """Rows for the linears that no captured graph holds."""
+    known = {row.fqn for row in report.rows}
+    resolution = policy.resolve(model).modules if policy is not None else {}
+    for module, names in linears(model).items():
+        if known.intersection(names):
+            continue
+        stamp = stamping.stamp_of(module) or resolution.get(module)
+        decision = stamp.chain if stamp is not None else None
+        weight = module.weight
+        report.rows.append(
+            Row(
+                fqn=names[0], kind=type(module).__name__,
+                shape="×".join(str(n) for n in weight.shape),
+                scheme=str(decision.scheme) if decision else "",
+                scheme_name=decision.scheme_name if decision else "",
+                rule=decision.rule if decision else "", engine="", saved_bytes=0, original_bytes=0,
+                status="not compiled", reason=_missing_reason(module in eager, why),
+            )
+        )  # fmt: skip
+
+
+def _missing_reason(ran: bool, why: str) -> str:
+    if not ran:
+        return "no captured graph reached it"
+    first = why.strip().splitlines()[0] if why.strip() else ""
+    return "its frame ran without Dynamo" + (f": {first}" if first else "")
