@@ -6,6 +6,8 @@ sees it. In the order of their work:
 | module | does | returns |
 |---|---|---|
 | `sites` | `find_sites(gm)`: linears in every spelling, in every inner graph | sites |
+| `spellings` | `calls(node)`: linear, addmm, matmul, einsum as x and weight | operands |
+| `weights` | `weight_of(node)`: the parameter behind casts and transposes | parameter |
 | `names` | `layer_name(site)`, `param_source(site)`: which layer it is | names, sources |
 | `activations` | `recognise(out, inputs)`: what the nodes between linears compute | activation |
 | `chains` | `find_chains(sites)`: linear -> activation -> linear, gated MLPs | chains |

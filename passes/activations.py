@@ -155,7 +155,7 @@ def _evaluate(out: Node, values: Mapping[Node, float]) -> float | None:
         got = of(out)
     except (ArithmeticError, ValueError, TypeError, KeyError):
         return None
-    return got if isinstance(got, float) and math.isfinite(got) else None
+    return got if isinstance(got, (int, float)) and math.isfinite(got) else None
 
 
 def _clamp(x: float, low: float | None, high: float | None) -> float:

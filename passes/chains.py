@@ -52,7 +52,7 @@ def find_chains(sites: list[Site]) -> list[Chain]:
             continue
         others = [taken[s] for s in chain.sites if s in taken]
         if others and not chain.blocked:
-            chain = replace(chain, blocked=f"in the chain that ends in {others[0]} already")
+            chain = replace(chain, blocked=f"{others[0]} ends another chain: no chain")
         if not chain.blocked:
             taken.update(dict.fromkeys(chain.sites, site.name))
         chains.append(chain)

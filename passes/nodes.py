@@ -48,6 +48,8 @@ MODES = (
     "_enter_inference_mode",
     "_exit_inference_mode",
 )
+# torch.func: the nodes between computes on batched or dual tensors.
+TRANSFORMS = ("_vmap_increment_nesting", "_grad_increment_nesting", "_jvp_increment_nesting")
 
 
 def op(node: Node) -> str:

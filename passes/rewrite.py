@@ -105,13 +105,14 @@ def rewrite(gm: GraphModule, decide: Decide) -> Result:
     fused = [chain for chain in chains if _fuses(chain, plans)]
     for number, chain in enumerate(fused):
         for site in chain.sites:
-            plans[site].number, plans[site].reason = number, ""
-        result.counts[_insert_chain(chain, plans)] += 1
-    for plan in plans.values():
+            plans[site].number = number
+    # From the last layer to the first: a layer's input is still the node that was found.
+    for plan in reversed(plans.values()):
         if plan.wanted and plan.number is None:
-            _insert_linear(plan)
-            result.counts["linear"] += 1
-        result.rows += _rows(plan)
+            result.counts[_insert_linear(plan)] += 1
+        elif plan.wanted and plan.site is fused[plan.number].down:  # type: ignore[index]
+            result.counts[_insert_chain(fused[plan.number], plans)] += 1  # type: ignore[index]
+    result.rows = [row for plan in plans.values() for row in _rows(plan)]
     result.counts["left"] = sum(row.status == "left" for row in result.rows)
     _finish(gm, {plan.site.gm for plan in plans.values() if plan.wanted})
     return result
@@ -164,7 +165,8 @@ def _rows(plan: _Plan) -> list[Row]:
     return rows
 
 
-def _insert_linear(plan: _Plan) -> None:
+def _insert_linear(plan: _Plan) -> str:
+    """Put ``fp4::linear`` in the place of a layer; returns "linear"."""
     site = plan.site
     with site.gm.graph.inserting_before(site.node):
         args = (site.x, _weight(site), site.bias, str(plan.scheme), site.out_dtype)
@@ -173,6 +175,7 @@ def _insert_linear(plan: _Plan) -> None:
     new.meta["example_value"] = value(site.out)
     site.out.replace_all_uses_with(new)
     _erase([site.node, site.out])
+    return "linear"
 
 
 def _insert_chain(chain: Chain, plans: dict[Site, _Plan]) -> str:
