@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from . import cli_inspect
 from .cli_policy import app as policy_app
 
 app = typer.Typer(
@@ -12,3 +13,5 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(policy_app, name="policy")
+app.command()(cli_inspect.doctor)
+app.command()(cli_inspect.explain)

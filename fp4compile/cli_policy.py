@@ -8,7 +8,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -101,23 +101,29 @@ def schema() -> None:
     typer.echo(str(Path(__file__).with_name("policy_schema.json")))
 
 
-def build(spec: str) -> nn.Module:
-    """The model that ``module:factory`` returns; `PolicyError` where it cannot be had."""
-    from torch import nn
-
+def call(spec: str) -> Any:
+    """What the user's function ``module:factory`` returns; `PolicyError` where it cannot be had."""
     name, _, attribute = spec.partition(":")
     if not name or not attribute:
-        raise PolicyError(f"--model {spec}: module:factory is needed, such as train:make_model")
+        raise PolicyError(f"{spec}: module:factory is needed, such as train:make_model")
     sys.path.insert(0, os.getcwd())
     try:
-        model = getattr(importlib.import_module(name), attribute)()
+        return getattr(importlib.import_module(name), attribute)()
     except Exception as exc:  # the user's own code: whatever it raises is shown in one line
         text = " ".join(f"{type(exc).__name__}: {exc}".split())
-        raise PolicyError(f"--model {spec}: {text}") from None
+        raise PolicyError(f"{spec}: {text}") from None
     finally:
         sys.path.remove(os.getcwd())
+
+
+def build(spec: str) -> nn.Module:
+    """The model that ``module:factory`` returns, alone or as (model, args)."""
+    from torch import nn
+
+    made = call(spec)
+    model = made[0] if isinstance(made, tuple) and made else made
     if not isinstance(model, nn.Module):
-        raise PolicyError(f"--model {spec}: returned {type(model).__name__}, not a torch module")
+        raise PolicyError(f"{spec}: returned {type(model).__name__}, not a torch module")
     return model
 
 
