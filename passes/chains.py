@@ -8,7 +8,7 @@ its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,21 +42,10 @@ class Chain:
 
 
 def find_chains(sites: list[Site]) -> list[Chain]:
-    """The chains among ``sites``, in graph order; no site is in two chains that are not blocked."""
+    """The chains among ``sites``, in graph order; a site may end one and begin the next."""
     by_node = {site.out: site for site in sites}
-    chains: list[Chain] = []
-    taken: dict[Site, str] = {}
-    for site in sites:
-        chain = _chain(site, by_node)
-        if chain is None:
-            continue
-        others = [taken[s] for s in chain.sites if s in taken]
-        if others and not chain.blocked:
-            chain = replace(chain, blocked=f"{others[0]} ends another chain: no chain")
-        if not chain.blocked:
-            taken.update(dict.fromkeys(chain.sites, site.name))
-        chains.append(chain)
-    return chains
+    chains = (_chain(site, by_node) for site in sites)
+    return [chain for chain in chains if chain is not None]
 
 
 def _chain(down: Site, by_node: dict[Node, Site]) -> Chain | None:

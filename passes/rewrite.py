@@ -79,7 +79,6 @@ class _Plan:
     """A site with everything that was decided about it."""
 
     site: Site
-    chain: Chain | None
     decisions: list[Decision]
     reason: str = ""
     number: int | None = None
@@ -101,11 +100,8 @@ def rewrite(gm: GraphModule, decide: Decide) -> Result:
     sites = find_sites(gm)
     chains = find_chains(sites)
     plans = _plans(sites, chains, decide)
+    fused = _fused(chains, plans)
     result = Result()
-    fused = [chain for chain in chains if _fuses(chain, plans)]
-    for number, chain in enumerate(fused):
-        for site in chain.sites:
-            plans[site].number = number
     # From the last layer to the first: a layer's input is still the node that was found.
     for plan in reversed(plans.values()):
         if plan.wanted and plan.number is None:
@@ -119,41 +115,47 @@ def rewrite(gm: GraphModule, decide: Decide) -> Result:
 
 
 def _plans(sites: list[Site], chains: list[Chain], decide: Decide) -> dict[Site, _Plan]:
-    member: dict[Site, Chain] = {}
-    for chain in chains:
-        for site in chain.sites:
-            if site not in member or member[site].blocked:
-                member[site] = chain
+    members = {site for chain in chains for site in chain.sites}
     plans = {}
     for site in sites:
-        role = "mlp" if site in member else None
-        plan = _Plan(site, member.get(site), [decide(s, role) for s in per_caller(site)])
+        role = "mlp" if site in members else None
+        plan = plans[site] = _Plan(site, [decide(s, role) for s in per_caller(site)])
         if len({d.scheme for d in plan.decisions}) > 1:
             layers = ", ".join(s.name for s in per_caller(site))
-            site.refused = f"one compiled region serves {layers}, whose schemes differ"
-        plan.reason = (plan.chain and plan.chain.blocked) or ""
-        plans[site] = plan
+            site.refused = f"one compiled region serves {layers}, whose schemes differ: give them one scheme"
     return plans
 
 
-def _fuses(chain: Chain, plans: dict[Site, _Plan]) -> bool:
-    """True where a chain becomes one operator; otherwise its layers get the reason."""
-    if chain.blocked:
-        return False
-    kept = [site.name for site in chain.sites if not plans[site].wanted]
-    why = f"{kept[0]} stays as it is: no chain" if kept else ""
-    if not why and (_sizes(chain) is None or _readers(chain) is None):
-        why = "a reshape between has sizes that are no inputs of the graph: no chain"
+def _fused(chains: list[Chain], plans: dict[Site, _Plan]) -> list[Chain]:
+    """The chains that become one operator, numbered in their plans; the others get the reason."""
+    fused: list[Chain] = []
+    for chain in chains:
+        why = chain.blocked or _unfused(chain, plans)
+        for site in chain.sites:
+            plan = plans[site]
+            plan.reason = plan.reason or why
+            plan.number = plan.number if why else len(fused)
+        fused += [] if why else [chain]
+    return fused
+
+
+def _unfused(chain: Chain, plans: dict[Site, _Plan]) -> str:
+    """Why the policy, a neighbour or a reshape keeps a chain's layers apart; "" if nothing does."""
     for site in chain.sites:
-        plans[site].reason = why
-    return not why
+        if not plans[site].wanted:
+            return f"{site.name} stays as it is: no chain"
+        if plans[site].number is not None:
+            return f"{site.name} ends another chain: no chain"
+    if _sizes(chain) is None or _readers(chain) is None:
+        return "a reshape between has sizes that are no inputs of the graph: no chain"
+    return ""
 
 
 def _rows(plan: _Plan) -> list[Row]:
     """One row for each layer that a site serves."""
     rows = []
     for site, decision in zip(per_caller(plan.site), plan.decisions):
-        reason = plan.reason
+        reason = plan.reason if plan.number is None else ""
         if decision.scheme.original:
             reason = decision.rule or "policy: original"
         elif site.refused:
