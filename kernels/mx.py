@@ -30,7 +30,8 @@ def _coarsen(amax: Tensor, block: int | str | None) -> Tensor:
         return amax
     if block == "row":
         return amax.amax(1, keepdim=True).expand_as(amax).contiguous()
-    per = int(block) // BLOCK
+    assert isinstance(block, int)
+    per = block // BLOCK
     wide = torch.nn.functional.pad(amax, (0, -count % per)).unflatten(1, (-(-count // per), per))
     return wide.amax(-1, keepdim=True).expand_as(wide).flatten(1)[:, :count].contiguous()
 

@@ -7,8 +7,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-
 from fp4compile.kernels import elements, layout, nvfp4, rotation
+from fp4compile.kernels.philox import random16
 
 
 def test_every_byte_decodes() -> None:
@@ -45,6 +45,33 @@ def test_encode_at_every_tie_and_its_neighbours(grid: elements.Grid) -> None:
     reached = elements.decode(up, grid).numpy()
     want = [min((v for v in values.tolist() if v >= p), default=grid.top) for p in np.abs(points)]
     np.testing.assert_array_equal(reached, want)
+
+
+@pytest.mark.parametrize("top", [448.0, 6.0, 127 / 64])
+def test_power_of_two_scales_of_every_exponent(top: float) -> None:
+    """Subnormal maxima too; the byte is found by trying all, in double precision."""
+    mantissas = [
+        0,
+        1,
+        0x3FFFFF,
+        0x400000,
+        0x600000,
+        0x600001,
+        0x7E0000,
+        0x7E0001,
+        0x7F0000,
+        0x7F0001,
+    ]
+    words = [(e << 23) + m for e in (0, 1, 2, 7, 8, 9, 126, 127, 253, 254) for m in mantissas]
+    amax = np.array(words, np.uint32).view(np.float32)
+    got = elements.e8m0_encode(torch.from_numpy(amax), top).tolist()
+    assert got == [independent.power_of_two_byte(a, top) for a in amax]
+
+
+def test_random_values_of_far_elements() -> None:
+    index = [8 * 2**32 - 1, 8 * 2**32, 2**40 + 5, 2**62 + 3]
+    got = random16(torch.tensor(2**33 + 1), 9, torch.tensor(index)).tolist()
+    assert got == [independent.philox16(2**33 + 1, 9, i) for i in index]
 
 
 def test_exact_scales_are_all_that_keep_products_in_e4m3() -> None:

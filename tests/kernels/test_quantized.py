@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from fp4compile.kernels import reference
 from fp4compile.kernels.errors import FormatError, InputError
 from fp4compile.kernels.formats import TensorFormat

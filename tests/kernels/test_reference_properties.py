@@ -8,12 +8,11 @@ import independent
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from value_kinds import FORMATS, KINDS, SHAPES
-
 from fp4compile.kernels import elements, reference, rotation
 from fp4compile.kernels.errors import FormatError, InputError
 from fp4compile.kernels.formats import BLOCK, TensorFormat
+from torch._subclasses.fake_tensor import FakeTensorMode
+from value_kinds import FORMATS, KINDS, SHAPES
 
 SEEDS = (1, -3, 2**32 + 7, -(2**63), 2**63 - 1)
 

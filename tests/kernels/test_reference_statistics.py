@@ -9,7 +9,6 @@ import math
 
 import pytest
 import torch
-
 from fp4compile.kernels import elements, reference
 from fp4compile.kernels.formats import TensorFormat
 from fp4compile.kernels.philox import random16

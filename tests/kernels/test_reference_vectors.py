@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
 from fp4compile.kernels import layout, reference, rotation
 from fp4compile.kernels.elements import E4M3, encode
 from fp4compile.kernels.formats import TensorFormat
