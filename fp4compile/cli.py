@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from . import cli_inspect
+from .cli_bench import app as bench_app
 from .cli_policy import app as policy_app
 
 app = typer.Typer(
@@ -13,5 +14,6 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 app.add_typer(policy_app, name="policy")
+app.add_typer(bench_app, name="bench")
 app.command()(cli_inspect.doctor)
 app.command()(cli_inspect.explain)

@@ -1,0 +1,102 @@
+"""Each primitive at two sizes: milliseconds, GB/s and percent of the copy bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ..kernels import ops as _ops  # noqa: F401 - defines torch.ops.fp4
+from ..kernels.formats import BITS, BLOCK, TensorFormat
+from .timing import header, median_ms
+
+fp4 = torch.ops.fp4
+EXACT, PLAIN, SEARCH = "nvfp4:row:fp8_exact", "nvfp4:row", "nvfp4:row:four_over_six"
+ROW, B32 = "mxfp8:row:sr", "mxfp8:32:sr"
+Case = tuple[str, Callable[[], object], float]
+
+
+def stored(text: str) -> float:
+    """Bytes an element of codes and block scales."""
+    fmt = TensorFormat.parse(text)
+    return BITS[fmt.format] / 8 + 1 / BLOCK[fmt.format]
+
+
+def cases(m: int, k: int) -> Iterator[Case]:
+    """(name, call, bytes an element that it must move) at x [m, k]."""
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    g = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    seed = torch.tensor([1], device="cuda")
+    row = torch.rand(m, device="cuda") + 0.5
+    col = torch.ones(1, device="cuda")
+    for name, fmt, form in (
+        ("row quantize, fp8-exact, + E4M3", EXACT, "e4m3"),
+        ("row quantize, plain", PLAIN, "none"),
+        ("row quantize, four over six", SEARCH, "none"),
+    ):
+        operand = 1 if form == "e4m3" else 0
+        yield name, (lambda f=fmt, o=form: fp4.quantize(x, f, o, False)), 2 + stored(fmt) + operand
+    yield (
+        "GELU + quantize, fp8-exact, + E4M3",
+        lambda: fp4.act_quantize(x, row, col, None, "gelu_tanh", EXACT, "e4m3"),
+        3 + stored(EXACT),
+    )
+    yield (
+        "GELU + quantize, four over six, + BF16",
+        lambda: fp4.act_quantize(x, row, col, None, "gelu_tanh", SEARCH, "bf16"),
+        4 + stored(SEARCH),
+    )
+    yield (
+        "gradient both ways, row scales",
+        lambda: fp4.quantize_grad(g, row, ROW, ROW, "e4m3", "e4m3", True, seed, 0),
+        6,
+    )
+    yield (
+        "gradient both ways, GELU derivative",
+        lambda: fp4.act_grad_quantize(
+            g, row, col, x, row, col, None, "gelu_tanh", row, ROW, ROW, "e4m3", "e4m3", True,
+            seed, 0,
+        ),
+        10,
+    )  # fmt: skip
+    yield (
+        "gradient both ways, blocks of 32, + BF16",
+        lambda: fp4.quantize_grad(g, None, B32, B32, "bf16", "bf16", True, seed, 0),
+        6,
+    )
+    yield from _decodes(x, seed)
+
+
+def _decodes(x: Tensor, seed: Tensor) -> Iterator[Case]:
+    k = x.shape[1]
+    codes, scales, _, _ = fp4.quantize(x, EXACT, "none", False)
+    yield (
+        "decode-transpose to E4M3",
+        lambda: fp4.decode(codes, scales, EXACT, k, "e4m3", True),
+        1 + stored(EXACT),
+    )
+    saved, saved_scales, saved_factor, _ = fp4.quantize(x, SEARCH, "none", False)
+    yield (
+        "requantize-transpose to MXFP8, + BF16",
+        lambda: fp4.requantize(
+            saved, saved_scales, saved_factor, SEARCH, k, B32, "bf16", seed, 0
+        ),
+        2 + stored(SEARCH),
+    )
+
+
+def run(m: int = 32768, widths: tuple[int, ...] = (4096, 16384)) -> dict:
+    """The table as a dict: header and one row for each kernel and width."""
+    result = {"bench": "kernels", **header(), "rows": []}
+    copy = result["ceilings"]["copy_tbs"]
+    for k in widths:
+        for name, call, per_element in cases(m, k):
+            ms = median_ms(call)
+            gbs = per_element * m * k / ms / 1e6
+            result["rows"].append(
+                {"kernel": name, "m": m, "k": k, "ms": round(ms, 4), "gb_s": round(gbs),
+                 "percent_of_copy": round(gbs / copy / 10, 1)}
+            )  # fmt: skip
+        torch.cuda.empty_cache()
+    return result

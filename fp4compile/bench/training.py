@@ -1,0 +1,100 @@
+"""One MLP layer and a GPT, trained by each arm: milliseconds a step, peak memory, ratio to BF16."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from .arms import Arm, gpt_arms, mlp_arms
+from .models import GPT, MLP
+from .timing import header, median_ms
+
+GIB = 2**30
+
+
+def measure(build: Callable[[], Callable[[], object]]) -> dict:
+    """Milliseconds and peak GiB of the step that ``build`` makes; an error in its place."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch._dynamo.reset()
+    try:
+        step = build()
+        step()
+        step()
+        torch.cuda.reset_peak_memory_stats()
+        ms = median_ms(step, budget_ms=2000)
+        return {"ms": round(ms, 3), "peak_gib": round(torch.cuda.max_memory_allocated() / GIB, 3)}
+    except Exception as exc:  # noqa: BLE001 - one arm that fails leaves the others' figures
+        return {"error": " ".join(f"{type(exc).__name__}: {exc}".split())[:300]}
+
+
+def mlp_step(d: int, tokens: int, arm: Arm) -> Callable[[], object]:
+    """Forward and backward of an MLP with BF16 parameters on x [tokens, d]."""
+    torch.manual_seed(0)
+    model = MLP(d).to("cuda", torch.bfloat16)
+    compiled = arm(model)
+    x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    g = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> None:
+        for p in (x, *model.parameters()):
+            p.grad = None
+        compiled(x).backward(g)
+
+    return step
+
+
+def gpt_step(arm: Arm, width: int, layers: int, context: int, tokens: int) -> Callable[[], object]:
+    """A whole step of a GPT with FP32 parameters under BF16 autocast, fused AdamW."""
+    torch.manual_seed(0)
+    model: nn.Module = GPT(width, layers, width // 128, context, 32768).cuda()
+    compiled = arm(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    batch = torch.randint(32768, (tokens // context, context + 1), device="cuda")
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = compiled(batch[:, :-1], batch[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def run_mlp(widths: tuple[int, ...] = (2048, 4096, 8192), tokens: int = 32768) -> dict:
+    """The table of one MLP layer, forward and backward, as a dict."""
+    result = {"bench": "mlp", **header(), "tokens": tokens, "rows": []}
+    for d in widths:
+        for name, arm in mlp_arms().items():
+            row = measure(lambda d=d, arm=arm: mlp_step(d, tokens, arm))
+            flops = 6 * 2 * tokens * d * 4 * d
+            if "ms" in row:
+                row["tflops"] = round(flops / row["ms"] / 1e9)
+            result["rows"].append({"d": d, "arm": name, **row})
+    return _with_ratios(result, "d")
+
+
+def run_gpt(
+    width: int = 2048, layers: int = 12, context: int = 1024, tokens: int = 32768
+) -> dict:
+    """The table of a GPT's whole training step as a dict."""
+    sizes = {"width": width, "layers": layers, "context": context, "tokens": tokens}
+    result = {"bench": "gpt", **header(), **sizes, "rows": []}
+    for name, arm in gpt_arms().items():
+        row = measure(lambda arm=arm: gpt_step(arm, width, layers, context, tokens))
+        result["rows"].append({"width": width, "arm": name, **row})
+    return _with_ratios(result, "width")
+
+
+def _with_ratios(result: dict, key: str) -> dict:
+    base = {row[key]: row for row in result["rows"] if row["arm"] == "bf16"}
+    for row in result["rows"]:
+        first = base.get(row[key], {})
+        if "ms" in row and "ms" in first:
+            row["time_ratio"] = round(row["ms"] / first["ms"], 3)
+            row["memory_ratio"] = round(row["peak_gib"] / first["peak_gib"], 3)
+    return result
