@@ -107,13 +107,22 @@ def guard_stamp(found: Owner) -> None:
 def surface(error: Fp4Error) -> Exception:
     """The same error so that Dynamo lets it through as it is.
 
-    Dynamo wraps what a backend raises into a page about the backend, except for its own classes.
+    Dynamo wraps what a backend raises into a page about the backend, except for its own classes;
+    to these it appends a hint, by setting ``args``.
     """
     from torch._dynamo.exc import ShortenTraceback
 
-    cls = type(error)
-    both = type(cls.__name__, (cls, ShortenTraceback), {"__module__": cls.__module__})
-    return both(str(error), first_useful_frame=None)
+    def init(self: Any, message: str) -> None:
+        ShortenTraceback.__init__(self, message, first_useful_frame=None)
+
+    cls, args = type(error), (str(error),)
+    body = {
+        "__module__": cls.__module__,
+        "__doc__": cls.__doc__,
+        "__init__": init,
+        "args": property(lambda self: args, lambda self, value: None),
+    }
+    return type(cls.__name__, (cls, ShortenTraceback), body)(*args)
 
 
 def raise_recompile_limit(states: int) -> None:
