@@ -30,6 +30,7 @@ ALIASES = {
     "imatmul": "matmul_",
     "_to_copy": "to",
     "clip": "clamp",
+    "numpy_T": "T",
     "special_erf": "erf",
     "special_expit": "sigmoid",
 }
@@ -66,7 +67,9 @@ def op(node: Node) -> str:
 def _function_name(node: Node) -> str:
     target: Any = node.target
     if isinstance(target, torch._ops.OpOverload):
-        space, _, name = target._schema.name.partition("::")
+        target = target.overloadpacket
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        space, _, name = target._qualified_op_name.partition("::")
         return name if space == "aten" else f"{space}::{name}"
     if isinstance(target, torch._ops.HigherOrderOperator):
         return target.name()

@@ -100,11 +100,19 @@ def print_saved(forward: GraphModule, backward: GraphModule) -> str:
 
 
 def _origin(node: Node) -> str:
+    node = _same(node)
     if node.op == "placeholder":
         return node.name
     if op(node) == "getitem" and isinstance(node.args[0], Node):
         return f"{_name(node.args[0])}.{node.args[1]}"
     return _name(node)
+
+
+def _same(node: Node) -> Node:
+    """The node without the aliases that AOTAutograd of some versions puts around saved tensors."""
+    while isinstance(node.target, torch._ops.OpOverload) and op(node) in ("detach", "alias"):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
 
 
 def _name(node: Node) -> str:
@@ -161,7 +169,8 @@ class _Printer:
         shown = self._shown(gm)
         text = []
         for node in gm.graph.nodes:
-            if self._body(gm, node) or (node not in shown and node.op != "output"):
+            hidden = self._body(gm, node) or _same(node) is not node
+            if hidden or (node not in shown and node.op != "output"):
                 continue
             if node.op == "output":
                 outs = node.args[0]
@@ -227,6 +236,7 @@ class _Printer:
         return self.symbols.text(a) if symbolic else repr(a)
 
     def _reference(self, node: Node) -> str:
+        node = _same(node)
         if node.op == "get_attr" and isinstance(node.graph.owning_module, GraphModule):
             inner = attribute(node.graph.owning_module, str(node.target))
             if isinstance(inner, GraphModule):

@@ -122,7 +122,8 @@ def _plans(sites: list[Site], chains: list[Chain], decide: Decide) -> dict[Site,
         plan = plans[site] = _Plan(site, [decide(s, role) for s in per_caller(site)])
         if len({d.scheme for d in plan.decisions}) > 1:
             layers = ", ".join(s.name for s in per_caller(site))
-            site.refused = f"one compiled region serves {layers}, whose schemes differ: give them one scheme"
+            why = f"one compiled region serves {layers}, whose schemes differ"
+            site.refused = f"{why}: give them one scheme"
     return plans
 
 

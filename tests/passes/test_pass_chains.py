@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from fp4compile.passes.chains import find_chains
 from fp4compile.passes.sites import find_sites
 from pass_capture import by_name, compiled, everything, same_as_eager
-from pass_models import ACTS, MLP, FusedGated, Gated, GPT2MLP
+from pass_models import ACTS, GPT2MLP, MLP, FusedGated, Gated
 from torch import nn
 
 X = torch.randn(2, 5, 32)
@@ -239,7 +239,9 @@ def test_low_rank_pair_is_no_chain():
 def test_reshape_of_symbolic_sizes(view, dynamic_sizes):
     run = same_as_eager(MLP(between=view), X, dynamic=True)
     assert run.counts == {"linear_act_linear": 1}
-    assert f"= reshape(%9, {dynamic_sizes})" in run.after[0] or f", {dynamic_sizes})" in run.after[0]
+    assert (
+        f"= reshape(%9, {dynamic_sizes})" in run.after[0] or f", {dynamic_sizes})" in run.after[0]
+    )
 
 
 def test_find_chains_returns_every_chain():

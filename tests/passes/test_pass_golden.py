@@ -9,7 +9,7 @@ from pathlib import Path
 import expecttest
 import torch
 from pass_capture import by_name, compiled, everything, same_as_eager
-from pass_models import MLP, Block, Blocks, Gated, GPT2MLP
+from pass_models import GPT2MLP, MLP, Block, Blocks, Gated
 
 EXPECTED = Path(__file__).parent / "expected"
 X = torch.randn(2, 5, 32)
@@ -38,7 +38,9 @@ class Golden(expecttest.TestCase):
     def test_gelu_mlp_with_bias(self):
         run = same_as_eager(MLP(), X)
         self.assertEqual(run.counts, {"linear_act_linear": 1})
-        self.assertExpectedInline(graphs(run), """\
+        self.assertExpectedInline(
+            graphs(run),
+            """\
 %0: f32[64, 32]  up.weight
 %1: f32[64]  up.bias
 %2: f32[2, 5, 32]  x
@@ -58,12 +60,15 @@ return %8
 %5: f32[2, 5, 32] = fp4::linear_act_linear(%2, %0, %1, %3, %4, 'gelu', $0, $0, f32, f32)
 return %5
 $0 = 'fprop(nvfp4:row, nvfp4:tensor) dgrad(mxfp8:32:sr, fprop>mxfp8:32) wgrad(mxfp8:32:sr, fprop>mxfp8:32)'
-""")
+""",
+        )
 
     def test_gelu_mlp_without_bias(self):
         run = same_as_eager(MLP(bias=False, act="gelu_tanh"), X)
         self.assertEqual(run.counts, {"linear_act_linear": 1})
-        self.assertExpectedInline(graphs(run), """\
+        self.assertExpectedInline(
+            graphs(run),
+            """\
 %0: f32[64, 32]  up.weight
 %1: f32[2, 5, 32]  x
 %2: f32[32, 64]  down.weight
@@ -79,12 +84,15 @@ return %6
 %3: f32[2, 5, 32] = fp4::linear_act_linear(%1, %0, None, %2, None, 'gelu_tanh', $0, $0, f32, f32)
 return %3
 $0 = 'fprop(nvfp4:row, nvfp4:tensor) dgrad(mxfp8:32:sr, fprop>mxfp8:32) wgrad(mxfp8:32:sr, fprop>mxfp8:32)'
-""")
+""",
+        )
 
     def test_gated_mlp(self):
         run = same_as_eager(Gated(order="up*gate"), X)
         self.assertEqual(run.counts, {"gated_linear": 1})
-        self.assertExpectedInline(graphs(run), """\
+        self.assertExpectedInline(
+            graphs(run),
+            """\
 %0: f32[64, 32]  gate.weight
 %1: f32[2, 5, 32]  x
 %2: f32[64, 32]  up.weight
@@ -103,7 +111,8 @@ return %8
 %4: f32[2, 5, 32] = fp4::gated_linear(%1, %0, None, %2, None, %3, None, 'silu', $0, $0, $0, f32, f32)
 return %4
 $0 = 'fprop(nvfp4:row, nvfp4:tensor) dgrad(mxfp8:32:sr, fprop>mxfp8:32) wgrad(mxfp8:32:sr, fprop>mxfp8:32)'
-""")
+""",
+        )
 
     def test_attention_block_with_a_mixed_policy(self):
         run = same_as_eager(Block(), X, decide=attention_stays)
@@ -114,7 +123,9 @@ $0 = 'fprop(nvfp4:row, nvfp4:tensor) dgrad(mxfp8:32:sr, fprop>mxfp8:32) wgrad(mx
         model = torch.nn.Sequential(MLP(bias=False), torch.nn.Linear(32, 32))
         run = same_as_eager(model, X, decide=by_name({"0.up": "mxfp8", "1": "original"}))
         self.assertEqual(run.counts, {"linear": 1, "left": 2})
-        self.assertExpectedInline(graphs(run), """\
+        self.assertExpectedInline(
+            graphs(run),
+            """\
 %0: f32[64, 32]  0.up.weight
 %1: f32[2, 5, 32]  0
 %2: f32[32, 64]  0.down.weight
@@ -139,7 +150,8 @@ return %9
 %9: f32[2, 5, 32] = linear(%8, %3, %4)
 return %9
 $0 = 'fprop(mxfp8:32, mxfp8:32) dgrad(mxfp8:32:sr, fprop>mxfp8:32) wgrad(mxfp8:32:sr, fprop>mxfp8:32)'
-""")
+""",
+        )
 
     def test_checkpointed_blocks(self):
         run = same_as_eager(Blocks(2), X)
@@ -151,7 +163,9 @@ $0 = 'fprop(mxfp8:32, mxfp8:32) dgrad(mxfp8:32:sr, fprop>mxfp8:32) wgrad(mxfp8:3
         torch._dynamo.mark_dynamic(x, 0)
         run = compiled(MLP(between=lambda h: h.unsqueeze(1)), x)
         self.assertEqual(run.counts, {"linear_act_linear": 1})
-        self.assertExpectedInline(graphs(run), """\
+        self.assertExpectedInline(
+            graphs(run),
+            """\
 %0: f32[64, 32]  up.weight
 %1: f32[64]  up.bias
 %2: s0  size.0
@@ -175,7 +189,8 @@ return %10
 %7: f32[s0, 1, 32] = reshape(%6, [-1, 1, 32])
 return %7
 $0 = 'fprop(nvfp4:row, nvfp4:tensor) dgrad(mxfp8:32:sr, fprop>mxfp8:32) wgrad(mxfp8:32:sr, fprop>mxfp8:32)'
-""")
+""",
+        )
 
     def test_conv1d_and_written_out_gelu(self):
         run = same_as_eager(GPT2MLP(), X)

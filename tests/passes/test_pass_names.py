@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from fp4compile.passes.names import dotted, module_id, source_name, strip_wrappers
 from fp4compile.passes.sites import find_sites, per_caller
 from pass_capture import by_name, compiled
-from pass_models import MLP, Blocks, GPT2MLP
+from pass_models import GPT2MLP, MLP, Blocks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
