@@ -158,7 +158,8 @@ def _tensor_refusal(what: str, node: Node) -> str | None:
     if tensor.dtype == torch.float64:
         return f"the {what} is float64, which is not supported: use float32"
     if tensor.dtype not in DTYPES:
-        return f"the {what} is {str(tensor.dtype).removeprefix('torch.')}, not a float32/16 tensor"
+        name = str(tensor.dtype).removeprefix("torch.")
+        return f"the {what} is {name}: float32, bfloat16 or float16 is needed"
     return None
 
 

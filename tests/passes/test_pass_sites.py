@@ -158,7 +158,7 @@ def test_batched_weights_are_reported():
     "dtype, why",
     [
         (torch.float64, "the input is float64, which is not supported: use float32"),
-        (torch.complex64, "the input is complex64, not a float32/16 tensor"),
+        (torch.complex64, "the input is complex64: float32, bfloat16 or float16 is needed"),
     ],
 )
 def test_dtype_is_refused(dtype, why):
@@ -166,7 +166,7 @@ def test_dtype_is_refused(dtype, why):
     run = compiled(model, torch.randn(4, 32, dtype=dtype))
     (row,) = run.rows
     assert (row.status, row.reason) == ("left", why)
-    torch.testing.assert_close(run.out, model(torch.zeros(4, 32, dtype=dtype)) * 0 + run.out)
+    assert run.out.dtype == dtype
     assert run.before == run.after
 
 
