@@ -54,7 +54,7 @@ def decode_operand(
 
 
 def _pad(values: Tensor, fmt: TensorFormat) -> Tensor:
-    return torch.nn.functional.pad(values, (0, -values.shape[1] % BLOCK[fmt.format]))
+    return torch.nn.functional.pad(values, (0, -values.shape[1] % fmt.padding))
 
 
 def requantize_operand(

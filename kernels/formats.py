@@ -87,6 +87,15 @@ class TensorFormat:
                 words = ", ".join(str(w) for w in choices[field.name])
                 raise FormatError(f"{self.format}: {field.name}={value!r} is none of {words}")
         self._check_search()
+        self._check_nvfp4()
+
+    def _check_nvfp4(self) -> None:
+        if self.block == "tile" and self.outer == "row":
+            raise FormatError("16x16 tiles have one outer scale for the tensor: use outer: tensor")
+        if self.block_scales == "fp8_exact" and self.block == "tile":
+            raise FormatError("block_scales: fp8_exact is defined for block: 1x16, not for tiles")
+        if self.block_scales == "fp8_exact" and self.stochastic:
+            raise FormatError("block_scales: fp8_exact has a scale search: rounding is nearest")
 
     def _check_search(self) -> None:
         search = self.scale_search
@@ -114,6 +123,11 @@ class TensorFormat:
     def exact_in_fp8(self) -> bool:
         """True where code x block scale is an E4M3 number (times `outer`), exactly."""
         return self.block_scales == "fp8_exact" or (self.format == "mxfp8" and self.block == "row")
+
+    @property
+    def padding(self) -> int:
+        """What the quantized axis is padded to a multiple of: the block, or the rotation's group."""
+        return max(BLOCK[self.format], self.rotation or 0)
 
     @property
     def factor(self) -> str | None:

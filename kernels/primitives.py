@@ -70,7 +70,7 @@ def as_operand(values: Tensor, form: str) -> Tensor:
 
 def fake_codes(x: Tensor, rows, cols, fmt: TensorFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Empty codes, scales and factor of [rows, cols] in ``fmt``."""
-    padded = ceil_to(cols, BLOCK[fmt.format])
+    padded = ceil_to(cols, fmt.padding)
     codes = x.new_empty((rows, padded * BITS[fmt.format] // 8), dtype=torch.uint8)
     scales = x.new_empty((rows, padded // BLOCK[fmt.format]), dtype=torch.uint8)
     return codes, scales, fake_factor(x, rows, fmt)
@@ -86,7 +86,7 @@ def fake_operand(x: Tensor, rows, cols, fmt: TensorFormat, form: str) -> Tensor:
     """Empty operand: [rows, cols padded to the block] in the engine's dtype; [0] for "none"."""
     if form == "none":
         return x.new_empty((0,), dtype=torch.float32)
-    shape = (rows, ceil_to(cols, BLOCK[fmt.format]))
+    shape = (rows, ceil_to(cols, fmt.padding))
     return x.new_empty(shape, dtype=engines.OPERAND_DTYPES[form])
 
 

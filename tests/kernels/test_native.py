@@ -284,7 +284,7 @@ def test_denormals_are_kept_when_the_process_flushes_them() -> None:
 
 
 def test_formats_left_to_the_reference() -> None:
-    refused = ("s2f6", "mxfp8:32:had16", "nvfp4:row:tile", "nvfp4:tensor:had16")
+    refused = ("s2f6", "mxfp8:32:had16", "nvfp4:tensor:had16")
     assert all(not native.supports(TensorFormat.parse(t)) for t in refused)
     assert all(native.supports(TensorFormat.parse(t)) for t in FORMATS)
 
