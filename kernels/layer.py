@@ -80,6 +80,10 @@ class Layer:
         left, right = getattr(self.scheme, name)
         return engines.choose(self._format(left, name), self._format(right, name), self.device)
 
+    def _backward_engine(self, name: str) -> str:
+        engine = self.engine(name)
+        return engines.FP8_FAST if engine is engines.FP8 else engine.name
+
     def _format(self, op: Operand, name: str) -> TensorFormat:
         if op.format is not None:
             return op.format
@@ -168,7 +172,7 @@ class Layer:
             work = self.out_dtype
             return Term(g.to(work) @ saved[0].to(work))
         right, col = self._right("dgrad", saved, k, seed, stream + WEIGHT)
-        engine = self.engine("dgrad").name
+        engine = self._backward_engine("dgrad")
         acc = ops.scaled_mm(operand, right, engine, m, k, acc_dtype(self.out_dtype))
         return Term(acc, present(self.scheme.dgrad[0].format, factor), col)
 
@@ -182,7 +186,7 @@ class Layer:
             work = self.out_dtype
             return (g.to(work).t() @ saved[0].to(work)).to(dtype)
         right, col = self._right("wgrad", saved, k, seed, stream + ACTIVATION)
-        acc = ops.scaled_mm(operand, right, self.engine("wgrad").name, n, k, acc_dtype(dtype))
+        acc = ops.scaled_mm(operand, right, self._backward_engine("wgrad"), n, k, acc_dtype(dtype))
         return Term(acc, present(self.scheme.wgrad[0].format, factor), col).value(dtype)
 
     def _right(

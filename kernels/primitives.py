@@ -54,6 +54,11 @@ def implementation(x: Tensor, *formats: TensorFormat | None):
     return fallback
 
 
+def _fused(name: str, x: Tensor, *formats: str) -> Callable | None:
+    """A fused kernel of the implementation for ``x``, where it has one."""
+    return getattr(implementation(x, *map(parse, formats)), name, None)
+
+
 def parse(text: str) -> TensorFormat | None:
     """The format of a canonical text; None for the empty text."""
     return TensorFormat.parse(text) if text else None
@@ -125,6 +130,10 @@ def _fake_act_quantize(acc, row, col, bias, act, format, operand):
 )
 def act_quantize(acc, row, col, bias, act, format, operand):
     """h = act((acc * row) * col + bias), FP32, never stored, then as `quantize`."""
+    fused = _fused("act_quantize_operand", acc, format)
+    done = fused and fused((acc, row, col, bias), act, TensorFormat.parse(format), operand)
+    if done:
+        return done
     h = ACTIVATIONS[act].forward(affine(acc, row, col, bias))
     return quantize(h, format, operand, False)
 
@@ -140,6 +149,11 @@ def _fake_glu_quantize(acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u,
 )
 def glu_quantize(acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act, format, operand):
     """h = act(gate) * up of the two affine terms, FP32, never stored, then as `quantize`."""
+    fused = _fused("glu_quantize_operand", acc_g, format)
+    terms = (acc_g, row_g, col_g, bias_g), (acc_u, row_u, col_u, bias_u)
+    done = fused and fused(*terms, act, TensorFormat.parse(format), operand)
+    if done:
+        return done
     gate = ACTIVATIONS[act].forward(affine(acc_g, row_g, col_g, bias_g))
     return quantize(gate * affine(acc_u, row_u, col_u, bias_u), format, operand, False)
 
@@ -220,6 +234,13 @@ def _fake_act_grad(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
 )
 def act_grad_quantize(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
     """`quantize_grad` of (g * row * col) * act'(z), z = (acc * row1) * col1 + bias1, in FP32."""
+    dgrad, wgrad, *others = rest
+    fused = _fused("act_gradient_operands", acc, dgrad, wgrad)
+    done = fused and fused(
+        (g, row, col, None), (acc, row1, col1, bias1), act, fold, parse(dgrad), parse(wgrad), *others
+    )
+    if done:
+        return done
     z = affine(acc, row1, col1, bias1)
     dz = ACTIVATIONS[act].backward(affine(g, row, col, None), z)
     return quantize_grad(dz, fold, *rest)
