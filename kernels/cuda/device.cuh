@@ -1,0 +1,331 @@
+// What the CUDA kernels share: reading, reductions of magnitudes, packed conversions, and a tile
+// that turns rows into columns. A test compiles the kernels for the host (FP4_EMULATE).
+#pragma once
+#include "numerics.cuh"
+#ifdef FP4_EMULATE
+#include "emulate.h"
+#endif
+
+namespace fp4 {
+
+enum Dtype { F32, BF16, F16 };
+enum Form { NONE, E4M3_FORM, BF16_FORM };  // what a GEMM reads
+
+#define FP4_D __device__ __forceinline__
+
+// a * b + c where a * b is exact, so that contraction changes nothing.
+FP4_D float fma_exact(float a, float b, float c) {
+#ifdef FP4_EMULATE
+  return a * b + c;
+#else
+  return __fmaf_rn(a, b, c);
+#endif
+}
+
+FP4_D u32 select_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
+
+FP4_D u32 warp_max(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
+
+// The largest v of the CTA; one barrier a call, `memory` is u32[64].
+FP4_D u32 cta_max(u32 v, u32* memory, u32& phase) {
+  v = warp_max(v);
+  const u32 warps = blockDim.x / 32, lane = threadIdx.x % 32;
+  if (warps == 1) return v;
+  u32* part = memory + phase * 32;
+  if (lane == 0) part[threadIdx.x / 32] = v;
+  __syncthreads();
+  phase ^= 1;
+  return warp_max(lane < warps ? part[lane] : 0);
+}
+
+// ---- reading: eight adjacent elements ---------------------------------------------------------
+
+template <int D>
+struct Raw8 {
+  u32 w[D == F32 ? 8 : 4];
+};
+
+// Elements at .. at + 8 of x, zero past `valid`; `wide`: they lie on 16-byte boundaries.
+template <int D>
+FP4_D Raw8<D> load8(const void* x, i64 at, i64 valid, bool wide) {
+  constexpr int words = D == F32 ? 8 : 4;
+  Raw8<D> raw;
+  if (wide && valid >= 8) {
+    const uint4* p = reinterpret_cast<const uint4*>(static_cast<const u8*>(x) +
+                                                    at * (D == F32 ? 4 : 2));
+FP4_UNROLL
+    for (int i = 0; i < words / 4; ++i) {
+      const uint4 q = p[i];
+      raw.w[4 * i] = q.x, raw.w[4 * i + 1] = q.y, raw.w[4 * i + 2] = q.z, raw.w[4 * i + 3] = q.w;
+    }
+    return raw;
+  }
+FP4_UNROLL
+  for (int i = 0; i < words; ++i) {
+    if (D == F32) {
+      raw.w[i] = i < valid ? static_cast<const u32*>(x)[at + i] : 0u;
+    } else {
+      const u16* p = static_cast<const u16*>(x) + at;
+      const u32 low = 2 * i < valid ? p[2 * i] : 0u, high = 2 * i + 1 < valid ? p[2 * i + 1] : 0u;
+      raw.w[i] = low | high << 16;
+    }
+  }
+  return raw;
+}
+
+template <int D>
+FP4_D void widen8(const Raw8<D>& raw, float* out) {
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    if (D == F32) out[i] = from_bits(raw.w[i]);
+    else if (D == BF16) out[i] = from_bits(i & 1 ? raw.w[i / 2] & 0xffff0000u : raw.w[i / 2] << 16);
+    else out[i] = widen_f16((u16)(raw.w[i / 2] >> (i & 1) * 16));
+  }
+}
+
+// ---- packed conversions -----------------------------------------------------------------------
+
+FP4_D u32 pack_bf16(float low, float high) {  // exact or nearest even; NaN stays NaN
+#ifdef FP4_EMULATE
+  const u32 w[2] = {bits(low), bits(high)};
+  u32 h[2];
+  for (int i = 0; i < 2; ++i)
+    h[i] = (w[i] & MAGNITUDE) > INFINITE ? 0x7fffu : (w[i] + 0x7fffu + (w[i] >> 16 & 1)) >> 16;
+  return h[0] | h[1] << 16;
+#else
+  u32 out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+#endif
+}
+
+// Halves of two FP32 numbers that FP16 holds exactly.
+FP4_D u32 pack_f16(float low, float high) {
+#ifdef FP4_EMULATE
+  return exact_f16(low) | exact_f16(high) << 16;
+#else
+  u32 out;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+#endif
+}
+
+// Four E4M3 bytes, nearest even, saturating.
+FP4_D u32 pack_e4m3(const float* y) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+  u16 low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(y[1]), "f"(y[0]));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(y[3]), "f"(y[2]));
+  return (u32)low | (u32)high << 16;
+#else
+  return encode<E4M3>(y[0]) | encode<E4M3>(y[1]) << 8 | encode<E4M3>(y[2]) << 16 |
+         encode<E4M3>(y[3]) << 24;
+#endif
+}
+
+// The top bytes of four words.
+FP4_D u32 top_bytes(u32 a, u32 b, u32 c, u32 d) {
+  return select_bytes(select_bytes(a, b, 0x0073), select_bytes(c, d, 0x0073), 0x5410);
+}
+
+FP4_D u32 sign_bytes(const float* x) {
+  return top_bytes(bits(x[0]), bits(x[1]), bits(x[2]), bits(x[3])) & 0x80808080u;
+}
+
+// What stochastic rounding adds to (FP32 bits << 4): a lane's 16 bits at bit 8, half below them.
+FP4_D u32 rounding_bits(const Words& words, u32 lane) {
+  return select_bytes(words.w[lane >> 1], 0x80u, lane & 1 ? 0x5324u : 0x5104u);
+}
+
+// E4M3 stochastic: the code of |x * up| is the top byte of the result, for |x * up| <= 448. The
+// product with 2^-120 lets E4M3's subnormals meet FP32's: it rounds as |y| + 2^-6 does.
+FP4_D u32 stochastic_e4m3(float x, float up, u32 rounding) {
+  return (bits(mul(mul(x, up), 0x1p-120f)) << 4) + rounding;
+}
+
+// ---- NVFP4: sixteen elements of one thread ----------------------------------------------------
+
+constexpr float UNIT = 0x1p-14f;
+
+// Nearest even E2M1 magnitude of y >= 0 in units of `unit`, as a value in those units.
+FP4_D float nearest_magnitude(float y, float unit) {
+  const float p = from_bits(bits(fmaxf(y, unit)) & INFINITE);
+  return fma_exact(p, -0x1p22f, fma_exact(p, 0x1p22f, y));
+}
+
+// Codes of eight elements, a nibble each: y = |x| / scale in units of 2^-14, in which the half
+// precision bits of an E2M1 value are its code << 9; signs from x.
+FP4_D u32 pack_codes(const float* y, const float* x) {
+  u32 codes = 0, signs = 0;
+FP4_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const float low = nearest_magnitude(fminf(y[i], 6 * UNIT), UNIT);
+    const float high = nearest_magnitude(fminf(y[i + 4], 6 * UNIT), UNIT);
+    const u32 half = pack_f16(low, high);
+    codes |= i < 3 ? half >> (9 - 4 * i) : half << 3;
+  }
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) signs = signs >> 4 | (bits(x[i]) & 0x80000000u);
+  return codes | signs;
+}
+
+// Error of a candidate, summed in order, of magnitudes (signs do not matter).
+template <bool CLAMP>
+FP4_D float block_error(const float* x, const float* t, float factor, float scale) {
+  float err = 0.0f;
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) {
+    const float y = mul(fabsf(x[i]), factor);
+    const float d = fma_exact(nearest_magnitude(CLAMP ? fminf(y, 6.0f) : y, 1.0f), scale,
+                              -fabsf(t[i]));
+    err = add(err, mul(d, d));
+  }
+  return err;
+}
+
+struct Block16 {
+  u32 codes[2], byte;
+  float scale;
+};
+
+FP4_D u32 block_max(const float* x) {
+  float m = 0.0f;
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) m = fmaxf(m, fabsf(x[i]));
+  return bits(m);
+}
+
+// As block_max, but NaN wins: an unsigned maximum of the bits.
+FP4_D u32 block_max_nan(const float* x) {
+  u32 m = 0;
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) m = max_u(m, magnitude(x[i]));
+  return m;
+}
+
+FP4_D void encode_block(const float* x, float factor, bool split, Block16& out) {
+  float y[16];
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) {
+    // The exact factors survive the unit; the others may be too small for it.
+    y[i] = split ? mul(mul(fabsf(x[i]), factor), UNIT) : mul(fabsf(x[i]), mul(factor, UNIT));
+  }
+  const u32 mask = out.byte ? 0xffffffffu : 0u;
+  out.codes[0] = pack_codes(y, x) & mask;
+  out.codes[1] = pack_codes(y + 8, x + 8) & mask;
+}
+
+FP4_D void plain_block(const float* x, u32 amax, float s, float outer, Block16& out) {
+  out.byte = encode<E4M3>(block_base(amax, s));
+  out.scale = decode<E4M3>(out.byte);
+  encode_block(x, out.byte ? block_inverse(out.scale, outer) : 0.0f, true, out);
+}
+
+FP4_D void four_over_six_block(const float* x, u32 amax, float s, float outer, Block16& out) {
+  const float base = block_base(amax, s);
+  const u32 byte[2] = {encode<E4M3>(base), encode<E4M3>(mul(base, 1.5f))};
+  float scale[2], factor[2], err[2], t[16];
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) t[i] = mul(x[i], s);
+FP4_UNROLL
+  for (int c = 0; c < 2; ++c) {
+    scale[c] = decode<E4M3>(byte[c]);
+    factor[c] = byte[c] ? block_inverse(scale[c], outer) : 0.0f;
+    err[c] = block_error<true>(x, t, factor[c], scale[c]);
+  }
+  const bool four = err[1] < err[0];
+  out.byte = four ? byte[1] : byte[0];
+  out.scale = four ? scale[1] : scale[0];
+  encode_block(x, four ? factor[1] : factor[0], true, out);
+}
+
+// x is overwritten with x * s.
+FP4_D void exact_block(float* x, float s, Block16& out) {
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) x[i] = mul(x[i], s);
+  const u32 amax = block_max(x), j = exact_index(amax);
+  const u32 byte[3] = {exact_byte(j), exact_byte(min_u(j + 1, EXACT_COUNT - 1)),
+                       exact_byte(j ? j - 1 : 0)};
+  out.byte = byte[0];
+  out.scale = exact_scale(byte[0]);
+  float factor = exact_reciprocal(out.scale);
+  float best = block_error<false>(x, x, factor, out.scale);
+FP4_UNROLL
+  for (int c = 1; c < 3; ++c) {
+    const float scale = exact_scale(byte[c]), r = exact_reciprocal(scale);
+    const float err = c == 1 ? block_error<false>(x, x, r, scale) : block_error<true>(x, x, r, scale);
+    const bool better = err < best;
+    best = better ? err : best;
+    out.byte = better ? byte[c] : out.byte;
+    out.scale = better ? scale : out.scale;
+    factor = better ? r : factor;
+  }
+  out.byte = amax ? out.byte : 0;
+  encode_block(x, factor, false, out);
+}
+
+// ---- operands from codes ----------------------------------------------------------------------
+
+// For each E4M3 scale byte the E4M3 bytes of the eight E2M1 magnitudes times it: u64[128].
+FP4_D void fill_operand_table(u64* table) {
+  for (u32 i = threadIdx.x; i < 128 * 8; i += blockDim.x)
+    reinterpret_cast<u8*>(table)[i] =
+        (u8)encode<E4M3>(mul(decode<E2M1>(i & 7), decode<E4M3>(i >> 3)));
+}
+
+// Sign bits of four nibbles as the top bits of four bytes.
+FP4_D u32 spread_signs(u32 codes) {
+  return (codes & 0x8u) << 4 | (codes & 0x80u) << 8 | (codes & 0x800u) << 12 |
+         (codes & 0x8000u) << 16;
+}
+
+// Eight codes to eight E4M3 bytes, given their scale's row of the table.
+FP4_D uint2 operand_e4m3(u32 codes, u64 row) {
+  const u32 low = (u32)row, high = (u32)(row >> 32), c = codes & 0x77777777u;
+  uint2 out;
+  out.x = select_bytes(low, high, c & 0xffffu) | spread_signs(codes);
+  out.y = select_bytes(low, high, c >> 16) | spread_signs(codes >> 16);
+  return out;
+}
+
+// Values of eight codes: code * scale.
+FP4_D void operand_f32(u32 codes, float scale, float* out) {
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) out[i] = mul(decode<E2M1>(codes >> 4 * i & 15u), scale);
+}
+
+FP4_D uint4 eight_bf16(const float* v) {
+  uint4 out;
+  out.x = pack_bf16(v[0], v[1]), out.y = pack_bf16(v[2], v[3]);
+  out.z = pack_bf16(v[4], v[5]), out.w = pack_bf16(v[6], v[7]);
+  return out;
+}
+
+// Values of four E4M3 bytes times a scale.
+FP4_D void decode4(u32 bytes, float scale, float* out) {
+FP4_UNROLL
+  for (int i = 0; i < 4; ++i) out[i] = mul(decode<E4M3>(bytes >> 8 * i & 255u), scale);
+}
+
+// ---- a tile of 64 rows and 128 columns, read by rows and written by columns --------------------
+// A thread of 256 reads 4 rows of 8 columns (row group `rq` of 16, column group `cq` of 16) and
+// stores, for each column, one unit U of four row-adjacent elements. It then takes 16 rows
+// (quarter q) of a column. Units are permuted so that banks are shared by two lanes at most.
+
+constexpr int TILE_ROWS = 64, TILE_COLS = 128, TILE_THREADS = 256;
+
+template <class U>
+FP4_D void tile_store(U* tile, u32 cq, u32 j, u32 rq, U unit) {
+  tile[(cq * 8 + j) * 16 + (rq ^ cq)] = unit;
+}
+
+template <class U>
+FP4_D U tile_load(const U* tile, u32 column, u32 rq) {
+  return tile[column * 16 + (rq ^ column / 8)];
+}
+
+// Item `i` of 512 (column, quarter) pairs.
+FP4_D u32 tile_column(u32 i) { return (i >> 2 & 15) * 8 + (i >> 6); }
+FP4_D u32 tile_quarter(u32 i) { return i & 3; }
+
+}  // namespace fp4

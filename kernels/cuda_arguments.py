@@ -1,0 +1,36 @@
+"""The parameters of the CUDA kernels, field by field as in kernels/cuda/*.cu."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int64, c_void_p
+
+
+def _struct(name: str, *fields: str, **nested: type) -> type[ctypes.Structure]:
+    """A kernel's parameter: pointers, except names that start with "#" (integers) or are nested."""
+    types = [
+        (f.lstrip("#"), nested.get(f, c_int64 if f.startswith("#") else c_void_p)) for f in fields
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": types})
+
+
+Term = _struct("Term", "acc", "row", "col", "bias", "#ld", "#row_stride", "#col_stride")
+Rows = _struct(
+    "Rows", "x", "up", "#rows", "#cols", "#padded", "#wide",
+    "amax", "codes", "scales", "outer", "operand", x=Term, up=Term,
+)  # fmt: skip
+Amax = _struct("Amax", "x", "#rows", "#cols", "#ld", "#wide", "amax")
+Tiles = _struct(
+    "Tiles", "x", "#rows", "#cols", "#padded", "#ld", "#wide",
+    "amax", "codes", "scales", "outer", "operand",
+)  # fmt: skip
+Gradient = _struct(
+    "Gradient", "g", "z", "fold", "#rows", "#cols", "#padded", "#padded_rows", "#chunk", "#wide",
+    "#wide_z", "row_amax", "col_amax", "seed", "#stream", "d", "w", "d_scales", "w_scales",
+    "d_factor", "w_factor", "sums", g=Term, z=Term,
+)  # fmt: skip
+Sums = _struct("Sums", "part", "#chunks", "#cols", "out")
+Saved = _struct(
+    "Saved", "codes", "scales", "factor", "#factor_stride", "#rows", "#cols", "#padded",
+    "#padded_rows", "amax", "seed", "#stream", "out", "out_scales", "out_factor",
+)  # fmt: skip

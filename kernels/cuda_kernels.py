@@ -1,0 +1,382 @@
+"""The CUDA kernels as functions of tensors: the same bits as `reference`, one family a source file.
+
+| function | source | what it reads and writes |
+|---|---|---|
+| `quantize`, `act_quantize`, `glu_quantize` | rows.cu, tensors.cu | a matrix to codes and operand |
+| `decode`, `requantize` | transposes.cu | saved codes to an operand, by rows or transposed |
+| `quantize_grad` | gradient.cu | a gradient (read twice for row scales) in both orientations |
+
+An operand's form is "none", "e4m3" (uint8) or "bf16". A factor is FP32 [R], [1] or [0], as
+`reference.split`. Nothing waits for the device; M, N and K are not restricted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from . import cuda_loader
+from .cuda_arguments import Amax, Gradient, Rows, Saved, Sums, Term, Tiles
+from .errors import InputError
+from .formats import BITS, BLOCK, TensorFormat
+
+FORMS = {"none": 0, "e4m3": 1, "bf16": 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+ACTS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "silu": 5}
+MODES: dict = {"None": 0, "four_over_six": 1, "fp8_exact": 2, 32: 3, "row": 4}
+TILE_ROWS, TILE_COLS, TILE_THREADS = 64, 128, 256
+WAVES = 1024  # column tiles x row chunks of a gradient, about; a function of the shape alone
+
+
+# Affine terms: accumulator [M, N], row factor [M] or [1], column factor [N] or [1], bias [N].
+Affine = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+
+
+# ---- helpers --------------------------------------------------------------------------------
+
+
+def supports(fmt: TensorFormat, form: str = "none") -> bool:
+    """Whether `quantize` knows ``fmt`` (nearest) and can write the operand ``form``."""
+    if form not in FORMS or fmt.rotation is not None or fmt.stochastic:
+        return False
+    if form == "e4m3" and not fmt.exact_in_fp8:
+        return False
+    if fmt.format == "mxfp8":
+        return fmt.block in (32, "row")
+    if fmt.format != "nvfp4" or isinstance(fmt.scale_search, tuple):
+        return False
+    return fmt.block != "tile" or (fmt.outer == "tensor" and fmt.block_scales == "e4m3")
+
+
+def supports_gradient(fmt: TensorFormat | None, form: str = "bf16") -> bool:
+    """Whether `quantize_grad` and `requantize` can write ``fmt`` in ``form``."""
+    if fmt is None:
+        return True
+    if fmt.format != "mxfp8" or not fmt.stochastic or fmt.rotation is not None:
+        return False
+    return fmt.block in (32, "row") and form in ("bf16",) + ("e4m3",) * (fmt.block == "row")
+
+
+def _ceil(n: int, unit: int) -> int:
+    return (n + unit - 1) // unit
+
+
+def _pointer(x: Tensor | None) -> int | None:
+    return None if x is None or x.numel() == 0 else x.data_ptr()
+
+
+def _matrix(x: Tensor) -> tuple[Tensor, bool]:
+    """x with adjacent elements in a row, and whether rows lie on 16-byte boundaries."""
+    if x.ndim != 2:
+        raise InputError(f"a matrix is needed, not {x.ndim} dimensions")
+    if x.dtype not in DTYPES:
+        x = x.to(torch.float32)
+    x = x.detach()
+    if x.stride(1) != 1 or x.stride(0) < x.shape[1]:
+        x = x.contiguous()
+    bytes_apart = x.stride(0) * x.element_size()
+    return x, x.data_ptr() % 16 == 0 and bytes_apart % 16 == 0
+
+
+def _term(term: Affine, keep: list[Tensor]) -> tuple[ctypes.Structure, int, bool]:
+    """The kernel's `Term`, the accumulator's dtype and width; ``keep`` holds what it points to."""
+    acc, wide = _matrix(term[0])
+    row, col, bias = (None if t is None else t.detach().float().contiguous() for t in term[1:])
+    keep += [t for t in (acc, row, col, bias) if t is not None]
+    strides = [int(t is not None and t.numel() > 1) for t in (row, col)]
+    pointers = (_pointer(t) for t in (acc, row, col, bias))
+    return Term(*pointers, acc.stride(0), *strides), DTYPES[acc.dtype], wide
+
+
+def _operand(x: Tensor, rows: int, cols: int, form: str) -> Tensor:
+    if form == "none":
+        return x.new_empty(0, dtype=torch.float32)
+    return x.new_empty((rows, cols), dtype=torch.uint8 if form == "e4m3" else torch.bfloat16)
+
+
+def _launch(file, kernel, defines, arguments, grid, threads, device) -> None:
+    if grid[0] > 0 and grid[1] > 0:
+        names = tuple(defines.items())
+        cuda_loader.launch(file, kernel, names, arguments, grid, threads, device)
+
+
+def _tensor_amax(x: Tensor) -> Tensor:
+    """Bits of max |x| as int32 [1]."""
+    amax = x.new_zeros(1, dtype=torch.int32)
+    x, wide = _matrix(x)
+    rows, cols, ld = *x.shape, x.stride(0)
+    if ld == cols and x.numel() % 8192 == 0:
+        rows, cols, ld = x.numel() // 8192, 8192, 8192
+    arguments = Amax(_pointer(x), rows, cols, ld, wide, amax.data_ptr())
+    grid = (min(rows, 8 * cuda_loader.processors(x.device.index or 0)), 1)
+    defines = {"XD": DTYPES[x.dtype], "OPERAND": 0}
+    _launch("tensors.cu", "tensor_amax", defines, arguments, grid, 256, x.device)
+    return amax
+
+
+def _team(blocks: int) -> tuple[int, int]:
+    """Threads of a row's CTA and 16-element blocks a thread holds (0: the row is read twice)."""
+    for held in (1, 2):
+        if blocks <= 512 * held:
+            return max(32, _ceil(_ceil(blocks, held), 32) * 32), held
+    return 512, 0
+
+
+# ---- quantize -------------------------------------------------------------------------------
+
+
+def quantize(
+    x: Tensor, fmt: TensorFormat, form: str = "none"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [R, C] along its last axis, nearest -> codes, scales, factor, operand (see `supports`)."""
+    amax = _tensor_amax(x) if fmt.outer == "tensor" else None
+    if fmt.block == "tile":
+        return _quantize_tiles(x, amax, form)
+    return _quantize_rows((x, None, None, None), None, None, fmt, form, amax)
+
+
+def act_quantize(
+    term: Affine, act: str, fmt: TensorFormat, form: str = "none"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h = act((acc * row) * col + bias) [M, N] in FP32, never stored, then as `quantize`.
+
+    Formats with row scales only. Values of the activation may differ from PyTorch's in the last
+    places.
+    """
+    return _quantize_rows(term, None, act, fmt, form, None)
+
+
+def glu_quantize(
+    gate: Affine, up: Affine, act: str, fmt: TensorFormat, form: str = "none"
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """h = act(gate) * up of two affine terms with accumulators of one dtype, as `act_quantize`."""
+    return _quantize_rows(gate, up, act, fmt, form, None)
+
+
+def _empty(x: Tensor, rows: int, cols: int, fmt: TensorFormat) -> tuple[Tensor, Tensor, int]:
+    """Codes, scales and the padded number of columns."""
+    block = BLOCK[fmt.format]
+    padded = _ceil(cols, block) * block
+    codes = x.new_empty((rows, padded * BITS[fmt.format] // 8), dtype=torch.uint8)
+    return codes, x.new_empty((rows, padded // block), dtype=torch.uint8), padded
+
+
+def _quantize_rows(
+    x: Affine, up: Affine | None, act: str | None, fmt: TensorFormat, form: str, amax: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    keep: list[Tensor] = []
+    term, dtype, wide = _term(x, keep)
+    rows, cols = x[0].shape
+    codes, scales, padded = _empty(x[0], rows, cols, fmt)
+    same = fmt.format == "mxfp8" and form == "e4m3"  # the codes are the operand
+    operand = codes if same else _operand(x[0], rows, padded, form)
+    size = 0 if fmt.block == 32 else rows if amax is None else 1
+    factor = x[0].new_ones(size, dtype=torch.float32) if rows * cols == 0 else (
+        x[0].new_empty(size, dtype=torch.float32)
+    )  # fmt: skip
+    if rows * cols == 0:
+        return codes, scales, _empty_factor(factor, fmt), operand
+    threads, held = _team(padded // 16)
+    other = Term()
+    if up is not None:
+        other, _, wide_up = _term(up, keep)
+        wide = wide and wide_up
+    mode = _row_mode(fmt)
+    arguments = Rows(
+        term, other, rows, cols, padded, wide, _pointer(amax), codes.data_ptr(),
+        scales.data_ptr(), _pointer(factor), None if same else _pointer(operand),
+    )  # fmt: skip
+    defines = {
+        "XD": dtype, "MODE": mode, "OPERAND": 0 if same else FORMS[form], "ACT": ACTS[act],
+        "GATED": int(up is not None), "BLOCKS": held,
+    }  # fmt: skip
+    device = x[0].device
+    resident = max(1, (1024 if mode in (0, 3, 4) else 512) // threads)
+    grid = (min(rows, resident * cuda_loader.processors(device.index or 0)), 1)
+    _launch("rows.cu", "quantize_rows", defines, arguments, grid, threads, device)
+    return codes, scales, factor, operand
+
+
+def _row_mode(fmt: TensorFormat) -> int:
+    if fmt.format == "mxfp8":
+        return MODES[fmt.block]
+    return MODES["fp8_exact" if fmt.block_scales == "fp8_exact" else str(fmt.scale_search)]
+
+
+def _empty_factor(factor: Tensor, fmt: TensorFormat) -> Tensor:
+    """Of a tensor without elements: outer scales are 1, MXFP8's row scales 2^-127."""
+    return factor.fill_(2.0**-127) if fmt.format == "mxfp8" else factor
+
+
+def _quantize_tiles(x: Tensor, amax: Tensor | None, form: str):
+    fmt = TensorFormat("nvfp4", block="tile")
+    rows, cols = x.shape
+    codes, scales, padded = _empty(x, rows, cols, fmt)
+    operand = _operand(x, rows, padded, form)
+    outer = x.new_ones(1, dtype=torch.float32)
+    x, wide = _matrix(x)
+    arguments = Tiles(
+        _pointer(x), rows, cols, padded, x.stride(0), wide, _pointer(amax), _pointer(codes),
+        _pointer(scales), outer.data_ptr(), _pointer(operand),
+    )  # fmt: skip
+    grid = (_ceil(padded // 16, 16), _ceil(rows, 16))
+    defines = {"XD": DTYPES[x.dtype], "OPERAND": FORMS[form]}
+    _launch("tensors.cu", "quantize_tiles", defines, arguments, grid, 256, x.device)
+    return codes, scales, outer, operand
+
+
+# ---- saved codes ----------------------------------------------------------------------------
+
+
+def _source(fmt: TensorFormat) -> int:
+    return 0 if fmt.format == "nvfp4" else 2 if fmt.block == "row" else 1
+
+
+def _saved(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int) -> dict:
+    rows = codes.shape[0]
+    return {
+        "codes": _pointer(codes), "scales": _pointer(scales), "rows": rows, "cols": cols,
+        "padded": scales.shape[1] * BLOCK[fmt.format],
+        "padded_rows": _ceil(rows, BLOCK[fmt.format]) * BLOCK[fmt.format],
+    }  # fmt: skip
+
+
+def _grid(rows: int, cols: int) -> tuple[int, int]:
+    return _ceil(rows, TILE_ROWS), _ceil(cols, TILE_COLS)
+
+
+def decode(
+    codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int, form: str, transpose: bool = False
+) -> Tensor:
+    """The operand of saved codes, exactly: [R, Cp], or [cols, R padded to the block with zeros].
+
+    ``form`` "e4m3" needs a format that is exact in it. NVFP4 and MXFP8.
+    """
+    codes, scales = codes.contiguous(), scales.contiguous()
+    fields = _saved(codes, scales, fmt, cols)
+    shape = (cols, fields["padded_rows"]) if transpose else (fields["rows"], fields["padded"])
+    if not transpose and fmt.format == "mxfp8" and form == "e4m3":
+        return codes.clone()
+    out = _operand(codes, shape[0], shape[1], form)
+    defines = {"SOURCE": _source(fmt), "FORM": FORMS[form], "MODE": 1, "SR": 0}
+    arguments = Saved(**fields, out=_pointer(out))
+    if out.numel() == 0:
+        return out
+    if transpose:
+        kernel, grid = "decode_transpose", _grid(fields["padded_rows"], cols)
+    else:
+        groups = _ceil(out.numel() // 8, 256)
+        kernel, grid = "decode_rows", (min(groups, 1 << 20), 1)
+    _launch("transposes.cu", kernel, defines, arguments, grid, 256, codes.device)
+    return out
+
+
+def requantize(
+    codes: Tensor, scales: Tensor, factor: Tensor, source: TensorFormat, cols: int,
+    fmt: TensorFormat, form: str, seed: Tensor | None, stream: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Saved codes with their factor, transposed, in MXFP8 -> operand [cols, Rp] and factor."""
+    codes, scales, factor = (t.contiguous() for t in (codes, scales, factor))
+    fields = _saved(codes, scales, source, cols)
+    fields["padded_rows"] = _ceil(fields["rows"], 32) * 32
+    out = _operand(codes, cols, fields["padded_rows"], form)
+    by_row = fmt.block == "row"
+    out_factor = codes.new_empty(cols if by_row else 0, dtype=torch.float32)
+    if out.numel() == 0:
+        return out, out_factor.fill_(2.0**-127)
+    amax = codes.new_zeros(cols if by_row else 0, dtype=torch.int32)
+    defines = {
+        "SOURCE": _source(source), "FORM": FORMS[form], "MODE": 1 if by_row else 2,
+        "SR": int(fmt.stochastic),
+    }  # fmt: skip
+    arguments = Saved(
+        **fields, factor=_pointer(factor), factor_stride=int(factor.numel() > 1),
+        amax=_pointer(amax), seed=_pointer(seed), stream=stream, out=out.data_ptr(),
+        out_factor=_pointer(out_factor),
+    )  # fmt: skip
+    grid = _grid(fields["padded_rows"], cols)
+    if by_row:
+        _launch("transposes.cu", "requantize_amax", defines, arguments, grid, 256, codes.device)
+    _launch("transposes.cu", "requantize_transpose", defines, arguments, grid, 256, codes.device)
+    return out, out_factor
+
+
+# ---- gradients ------------------------------------------------------------------------------
+
+
+def _chunk(rows: int, cols: int) -> int:
+    """Rows that one CTA walks: about `WAVES` CTAs, a multiple of the tile, at most 1024."""
+    wanted = rows * _ceil(cols, TILE_COLS) // WAVES
+    return min(1024, max(1, _ceil(wanted, TILE_ROWS)) * TILE_ROWS)
+
+
+def _mode(fmt: TensorFormat | None) -> int:
+    return 0 if fmt is None else 1 if fmt.block == "row" else 2
+
+
+def _side(g: Tensor, fmt: TensorFormat | None, form: str, rows: int, cols: int):
+    if fmt is None:
+        return _operand(g, 0, 0, "none"), g.new_empty(0, dtype=torch.float32)
+    operand = _operand(g, rows, _ceil(cols, 32) * 32, form)
+    factor = g.new_empty(rows if fmt.block == "row" else 0, dtype=torch.float32)
+    return operand, factor.fill_(2.0**-127) if cols == 0 else factor
+
+
+def quantize_grad(
+    g: Affine | Tensor,
+    fold: Tensor | None,
+    dgrad: TensorFormat | None,
+    wgrad: TensorFormat | None,
+    form_d: str,
+    form_w: str,
+    sums: bool,
+    seed: Tensor,
+    stream: int,
+    act: str | None = None,
+    z: Affine | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """A gradient [M, N] in both orientations from one set of random bits, and its column sums.
+
+    The gradient is ``g``, or with ``act`` (g * row * col) * act'(z), z an affine term like
+    `act_quantize`'s. Returns dgrad's operand [M, Np] and factor, wgrad's operand [N, Mp] of
+    (gradient * fold[:, None])^T and factor, FP32 sums [N]; [0] tensors for what is left out.
+    """
+    term = (g, None, None, None) if isinstance(g, Tensor) else g
+    base = term[0]
+    rows, cols = base.shape
+    keep: list[Tensor] = []
+    g_term, dtype, wide = _term(term, keep)
+    z_term, z_dtype, wide_z = (Term(), 0, True) if z is None else _term(z, keep)
+    fold = None if fold is None else fold.float().contiguous()
+    d, d_factor = _side(base, dgrad, form_d, rows, cols)
+    w, w_factor = _side(base, wgrad, form_w, cols, rows)
+    total = base.new_zeros(cols if sums else 0, dtype=torch.float32)
+    if rows * cols == 0:
+        return d, d_factor, w, w_factor, total
+    chunk = _chunk(rows, cols)
+    grid = (_ceil(cols, TILE_COLS), _ceil(rows, chunk))
+    part = base.new_empty((grid[1], cols) if sums and grid[1] > 1 else 0, dtype=torch.float32)
+    row_max = base.new_zeros(rows if _mode(dgrad) == 1 else 0, dtype=torch.int32)
+    col_max = base.new_zeros(cols if _mode(wgrad) == 1 else 0, dtype=torch.int32)
+    arguments = Gradient(
+        g_term, z_term, _pointer(fold), rows, cols, _ceil(cols, 32) * 32, _ceil(rows, 32) * 32,
+        chunk, wide, wide_z, _pointer(row_max), _pointer(col_max), seed.data_ptr(), stream,
+        _pointer(d), _pointer(w), None, None, _pointer(d_factor), _pointer(w_factor),
+        _pointer(part if grid[1] > 1 else total),
+    )  # fmt: skip
+    defines = {
+        "XD": dtype, "ZD": z_dtype, "ACT": ACTS[act], "SUMS": int(sums), "DMODE": _mode(dgrad),
+        "WMODE": _mode(wgrad), "DFORM": FORMS[form_d] if dgrad else 0,
+        "WFORM": FORMS[form_w] if wgrad else 0,
+    }  # fmt: skip
+    if row_max.numel() or col_max.numel():
+        _launch("gradient.cu", "gradient_amax", defines, arguments, grid, TILE_THREADS, base.device)
+    _launch("gradient.cu", "quantize_gradient", defines, arguments, grid, TILE_THREADS, base.device)
+    if part.numel():
+        adding = Sums(part.data_ptr(), grid[1], cols, total.data_ptr())
+        _launch(
+            "gradient.cu", "add_chunks", defines, adding, (_ceil(cols, 128), 1), 128, base.device
+        )
+    return d, d_factor, w, w_factor, total

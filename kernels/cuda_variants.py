@@ -1,0 +1,36 @@
+"""The variants of the CUDA kernels that recipes use, to compile ahead of time and in CI."""
+
+from __future__ import annotations
+
+from . import cuda_loader
+
+
+def variants() -> list[tuple[str, dict[str, int]]]:
+    """Source files and defines that the recipes use with BF16 tensors; for `warm` and CI."""
+    rows = [
+        {"XD": 1, "MODE": mode, "OPERAND": form, "ACT": act, "GATED": gated, "BLOCKS": held}
+        for mode, form in ((0, 0), (0, 2), (1, 2), (2, 0), (2, 1), (2, 2), (3, 2), (4, 0), (4, 2))
+        for act, gated in ((0, 0), (1, 0), (2, 0), (5, 1))
+        for held in (1, 2, 0)
+    ]
+    tensors = [{"XD": xd, "OPERAND": form} for xd in (0, 1) for form in (0, 2)]
+    gradients = [
+        {"XD": 1, "ZD": 1, "ACT": act, "SUMS": sums, "DMODE": mode, "WMODE": mode,
+         "DFORM": form, "WFORM": form}
+        for mode, form in ((1, 1), (1, 2), (2, 2)) for act in (0, 1, 2, 5) for sums in (0, 1)
+    ]  # fmt: skip
+    transposes = [
+        {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr}
+        for source in (0, 1, 2)
+        for form, mode, sr in ((1, 1, 0), (2, 1, 0), (1, 1, 1), (2, 1, 1), (2, 2, 1))
+    ]
+    groups = (("rows.cu", rows), ("tensors.cu", tensors), ("gradient.cu", gradients))
+    return [(f, d) for f, all_ in (*groups, ("transposes.cu", transposes)) for d in all_]
+
+
+def warm(arch: str) -> int:
+    """Compile every usual variant for ``arch`` into the cache (no GPU needed); their number."""
+    todo = variants()
+    for file, defines in todo:
+        cuda_loader.cubin(file, tuple(defines.items()), arch)
+    return len(todo)

@@ -1,0 +1,8 @@
+"""The cases shared with the emulated kernels live beside them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))

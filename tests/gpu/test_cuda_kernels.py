@@ -1,0 +1,113 @@
+"""The CUDA kernels on a GPU give the reference's bits."""
+
+from __future__ import annotations
+
+import kernel_cases as cases
+import pytest
+import torch
+from fp4compile.kernels import cuda_kernels, cuda_loader
+from fp4compile.kernels.formats import TensorFormat
+
+FOUND, REASON = cuda_loader.available()
+pytestmark = pytest.mark.skipif(not FOUND, reason=f"no usable GPU: {REASON}")
+GPU = torch.device("cuda")
+SHAPES = [*cases.SHAPES, (300, 1040), (129, 4096), (65, 16384), (33, 20000), (1000, 4112)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize(("text", "form"), cases.ROW_FORMATS)
+def test_rows(text: str, form: str, dtype: torch.dtype) -> None:
+    for rows, cols in SHAPES:
+        for nonfinite in (False, True):
+            cases.check_rows(text, form, cases.matrix(rows, cols, dtype, GPU, nonfinite))
+
+
+def test_rows_with_strides() -> None:
+    x = cases.matrix(300, 1040, torch.bfloat16, GPU)
+    for view in (x[:, 1:], x.t(), x[::2], x[:1].expand(40, 1040), x[:, :-3], x[1:, 8:]):
+        cases.check_rows("nvfp4:row:fp8_exact", "e4m3", view)
+        cases.check_rows("nvfp4:tensor", "bf16", view)
+
+
+@pytest.mark.parametrize("exponent", [-148, -140, -126, -100, 60, 100, 120, 126])
+def test_sizes_of_values(exponent: int) -> None:
+    x = torch.randn(33, 96, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    x = (x.double() * 2.0**exponent).float().to(GPU)
+    for text, form in cases.ROW_FORMATS:
+        if form != "bf16" or "mxfp8:32" not in text:
+            cases.check_rows(text, form, x)
+
+
+def test_every_half_precision_number() -> None:
+    """Ties of each scale: all finite BF16 and FP16 numbers, in rows of one exponent."""
+    for dtype in (torch.bfloat16, torch.float16):
+        x = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+        x = x[x.isfinite()].view(-1, 64).to(GPU)
+        for text, form in cases.ROW_FORMATS:
+            cases.check_rows(text, form, x)
+
+
+@pytest.mark.parametrize("form", ["e4m3", "bf16"])
+@pytest.mark.parametrize(
+    "text", ["nvfp4:row:fp8_exact", "nvfp4:tensor:tile", "mxfp8:32", "mxfp8:row"]
+)
+def test_decode(text: str, form: str) -> None:
+    if form == "e4m3" and not TensorFormat.parse(text).exact_in_fp8:
+        pytest.skip("values that E4M3 does not hold")
+    for rows, cols in SHAPES:
+        cases.check_decode(text, form, cases.matrix(rows, cols, torch.bfloat16, GPU, True))
+
+
+@pytest.mark.parametrize(("source", "target", "form"), cases.REQUANTIZE)
+def test_requantize(source: str, target: str, form: str) -> None:
+    for rows, cols in SHAPES:
+        for nonfinite in (False, True):
+            x = cases.matrix(rows, cols, torch.bfloat16, GPU, nonfinite)
+            cases.check_requantize(source, target, form, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dgrad", "wgrad", "form"), cases.GRADIENTS)
+def test_gradient(dgrad: str | None, wgrad: str | None, form: str, dtype: torch.dtype) -> None:
+    for rows, cols in (*SHAPES, (5000, 384)):
+        g = cases.matrix(rows, cols, dtype, GPU, rows == 300)
+        fold = (
+            cases.matrix(rows, 1, torch.float32, GPU)[:, 0] if rows else torch.ones(0, device=GPU)
+        )
+        cases.check_gradient(dgrad, wgrad, form, g, fold, True)
+        cases.check_gradient(dgrad, wgrad, form, g, None, False)
+
+
+def test_half_unit() -> None:
+    cases.check_half_unit(GPU)
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "relu", "relu2", "silu"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_activations(act: str, dtype: torch.dtype) -> None:
+    for shape in ((9, 80), (130, 2048)):
+        cases.check_activation(act, False, dtype, GPU, shape)
+        cases.check_activation(act, True, dtype, GPU, shape)
+        cases.check_activation_gradient(act, dtype, GPU, shape)
+
+
+def test_streams_and_graphs() -> None:
+    """The current stream is used, and a captured launch replays on new contents."""
+    fmt = TensorFormat.parse("nvfp4:row:fp8_exact")
+    x = cases.matrix(300, 1040, torch.bfloat16, GPU)
+    cuda_kernels.quantize(x, fmt, "e4m3")  # compiled and loaded
+    graph = torch.cuda.CUDAGraph()
+    static = x.clone()
+    with torch.cuda.graph(graph):
+        got = cuda_kernels.quantize(static, fmt, "e4m3")
+    for scale in (1.0, -3.0):
+        static.copy_(x * scale)
+        graph.replay()
+        cases.assert_same(got, cases.wanted(static, fmt, "e4m3"))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        late = x * 2
+        on_side = cuda_kernels.quantize(late, fmt, "e4m3")
+    side.synchronize()
+    cases.assert_same(on_side, cases.wanted(late, fmt, "e4m3"))

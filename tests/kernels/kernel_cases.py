@@ -1,0 +1,207 @@
+"""What the CUDA kernels are compared with, the same on the host's emulation and on a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from fp4compile.kernels import cuda_kernels, reference
+from fp4compile.kernels.activations import ACTIVATIONS
+from fp4compile.kernels.formats import BLOCK, TensorFormat
+from fp4compile.kernels.primitives import affine, as_operand
+
+ROW_FORMATS = [
+    ("nvfp4:row", "none"),
+    ("nvfp4:tensor", "bf16"),
+    ("nvfp4:row:four_over_six", "bf16"),
+    ("nvfp4:tensor:four_over_six", "none"),
+    ("nvfp4:row:fp8_exact", "e4m3"),
+    ("nvfp4:tensor:fp8_exact", "bf16"),
+    ("nvfp4:tensor:tile", "bf16"),
+    ("mxfp8:32", "bf16"),
+    ("mxfp8:row", "e4m3"),
+    ("mxfp8:row", "bf16"),
+]
+GRADIENTS = [
+    ("mxfp8:row:sr", "mxfp8:row:sr", "e4m3"),
+    ("mxfp8:32:sr", "mxfp8:32:sr", "bf16"),
+    ("mxfp8:row:sr", "mxfp8:32:sr", "bf16"),
+    (None, "mxfp8:row:sr", "bf16"),
+    ("mxfp8:32:sr", None, "bf16"),
+]
+REQUANTIZE = [
+    ("nvfp4:row:four_over_six", "mxfp8:32:sr", "bf16"),
+    ("nvfp4:tensor", "mxfp8:row:sr", "e4m3"),
+    ("mxfp8:row", "mxfp8:row:sr", "e4m3"),
+    ("mxfp8:32", "mxfp8:32:sr", "bf16"),
+]
+SHAPES = [(1, 1), (37, 17), (5, 48), (70, 144), (130, 272), (0, 32), (3, 0)]
+STREAM = 3
+VECTORS = np.load(Path(__file__).parent.parent / "data" / "vectors.npz")
+
+
+def seed(device) -> torch.Tensor:
+    return torch.tensor(-0x1234_5678_9ABC, device=device)
+
+
+def matrix(rows: int, cols: int, dtype, device, nonfinite: bool = False) -> torch.Tensor:
+    """Gaussian rows of widely different sizes, with ties, zeros of both signs and tiny values."""
+    generator = torch.Generator().manual_seed(1000 * rows + cols)
+    x = torch.randn(rows, cols, generator=generator)
+    if x.numel():
+        x *= torch.exp2(torch.randint(-12, 12, (rows, 1), generator=generator).float())
+        x.view(-1)[::7] = (x.view(-1)[::7] * 4).round() / 4
+        x.view(-1)[3::11] = -0.0
+        x[rows // 2] = -0.0
+        x[:, cols // 2] *= 1e-30
+    if x.numel() and nonfinite:
+        x[rows // 3, cols // 2] = float("nan")
+        x[2 * rows // 3, cols // 3] = float("-inf")
+    return x.to(device=device, dtype=dtype)
+
+
+def bits_of(x: torch.Tensor) -> torch.Tensor:
+    """Bit patterns, all NaN alike."""
+    if not x.is_floating_point():
+        return x
+    x = torch.where(x.isnan(), torch.full_like(x, float("nan")), x).contiguous()
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
+
+
+def assert_same(got, want) -> None:
+    assert len(got) == len(want)
+    for part, (a, b) in enumerate(zip(got, want)):
+        assert a.shape == b.shape and a.dtype == b.dtype, (part, a.shape, b.shape, a.dtype, b.dtype)
+        wrong = bits_of(a) != bits_of(b)
+        assert not wrong.any(), (
+            f"part {part}: {int(wrong.sum())} wrong, first {wrong.nonzero()[0].tolist()}"
+        )
+
+
+def wanted(x: torch.Tensor, fmt: TensorFormat, form: str):
+    codes, scales, outer = reference.quantize(x, fmt)
+    values, factor = reference.split(codes, scales, outer, fmt)
+    return codes, scales, factor, as_operand(values, form)
+
+
+def check_rows(text: str, form: str, x: torch.Tensor) -> None:
+    fmt = TensorFormat.parse(text)
+    assert cuda_kernels.supports(fmt, form)
+    assert_same(cuda_kernels.quantize(x, fmt, form), wanted(x, fmt, form))
+
+
+def check_decode(text: str, form: str, x: torch.Tensor) -> None:
+    fmt = TensorFormat.parse(text)
+    codes, scales, _, _ = wanted(x, fmt, "none")
+    values = reference.split(codes, scales, torch.empty(0, device=x.device), fmt)[0]
+    rows, cols = x.shape
+    assert_same([cuda_kernels.decode(codes, scales, fmt, cols, form)], [as_operand(values, form)])
+    want = torch.nn.functional.pad(values[:, :cols].t(), (0, -rows % BLOCK[fmt.format]))
+    got = cuda_kernels.decode(codes, scales, fmt, cols, form, True)
+    assert_same([got], [as_operand(want.contiguous(), form)])
+
+
+def check_requantize(source: str, target: str, form: str, x: torch.Tensor) -> None:
+    src, fmt = TensorFormat.parse(source), TensorFormat.parse(target)
+    assert cuda_kernels.supports_gradient(fmt, form)
+    codes, scales, factor, _ = wanted(x, src, "none")
+    values = reference.split(codes, scales, factor, src)[0][:, : x.shape[1]]
+    values = values * factor[:, None] if factor.numel() else values
+    back = reference.quantize(values.t(), fmt, seed(x.device), STREAM)
+    operand, out_factor = reference.split(*back, fmt)
+    got = cuda_kernels.requantize(
+        codes, scales, factor, src, x.shape[1], fmt, form, seed(x.device), STREAM
+    )
+    assert_same(got, [as_operand(operand, form), out_factor])
+
+
+def check_gradient(dgrad, wgrad, form: str, g: torch.Tensor, fold, sums: bool) -> None:
+    formats = [t and TensorFormat.parse(t) for t in (dgrad, wgrad)]
+    got = cuda_kernels.quantize_grad(g, fold, *formats, form, form, sums, seed(g.device), STREAM)
+    assert_same(got[:4], gradient_parts(g.float(), fold, formats, form))
+    if sums:
+        again = cuda_kernels.quantize_grad(
+            g, fold, *formats, form, form, sums, seed(g.device), STREAM
+        )
+        assert_same([got[4]], [again[4]])
+        torch.testing.assert_close(got[4], g.float().sum(0), equal_nan=True, rtol=1e-4, atol=1e-2)
+
+
+def gradient_parts(g: torch.Tensor, fold, formats, form: str) -> list[torch.Tensor]:
+    nothing = torch.empty(0, device=g.device)
+    bits = reference.random_bits(seed(g.device), STREAM, *g.shape, 32)[:, : g.shape[1]]
+    folded = g if fold is None else g * fold[:, None]
+    parts = []
+    for fmt, x, b in ((formats[0], g, bits), (formats[1], folded.t(), bits.t())):
+        if fmt is None:
+            parts += [nothing, nothing]
+            continue
+        values, factor = reference.split(*reference.quantize(x, fmt, bits=b.contiguous()), fmt)
+        parts += [as_operand(values, form), factor]
+    return parts
+
+
+def terms(m: int, n: int, dtype, device):
+    """An affine term with every factor."""
+    generator = torch.Generator().manual_seed(m + n)
+    acc = torch.randn(m, n, generator=generator).to(device=device, dtype=dtype)
+    row = torch.rand(m, generator=generator).to(device) + 0.5
+    col = torch.rand(1, generator=generator).to(device) + 0.5
+    bias = torch.randn(n, generator=generator).to(device=device, dtype=torch.bfloat16)
+    return acc, row, col, bias
+
+
+def check_activation(act: str, gated: bool, dtype, device, shape=(9, 80)) -> None:
+    """Values agree to 2e-5 of the row before quantizing, so codes differ rarely, and by one step."""
+    fmt = TensorFormat.parse("nvfp4:row:fp8_exact")
+    gate, up = terms(*shape, dtype, device), terms(shape[0], shape[1] + 1, dtype, device)
+    up = (up[0][:, :-1], up[1], None, None)
+    h = ACTIVATIONS[act].forward(affine(*gate))
+    if gated:
+        h = h * affine(*up)
+        codes, scales, factor, operand = cuda_kernels.glu_quantize(gate, up, act, fmt, "bf16")
+    else:
+        codes, scales, factor, operand = cuda_kernels.act_quantize(gate, act, fmt, "bf16")
+    want = wanted(h, fmt, "bf16")
+    torch.testing.assert_close(factor, want[2], rtol=3e-5, atol=0)
+    same_scale = (scales == want[1]).float().mean()
+    wrong = (operand.float() != want[3].float()).float().mean()
+    assert same_scale >= 0.97 and wrong <= 0.03, (same_scale, wrong)
+    # What is written is consistent with itself, bit for bit.
+    values = reference.split(codes, scales, factor, fmt)[0]
+    assert_same([operand], [values.to(torch.bfloat16)])
+
+
+def check_activation_gradient(act: str, dtype, device, shape=(70, 80)) -> None:
+    """Unbiased rounding hides last-place differences of act'(z): compare with its own values."""
+    fmt = TensorFormat.parse("mxfp8:row:sr")
+    z, g = terms(*shape, dtype, device), (terms(shape[0], shape[1] + 1, dtype, device)[0][:, :-1],)
+    dz = ACTIVATIONS[act].backward(affine(g[0], None, None, None), affine(*z))
+    got = cuda_kernels.quantize_grad(
+        (g[0], None, None, None), None, fmt, fmt, "e4m3", "e4m3", True, seed(device), STREAM, act, z
+    )
+    want = gradient_parts(dz, None, [fmt, fmt], "e4m3")
+    torch.testing.assert_close(got[4], dz.sum(0), rtol=1e-3, atol=1e-3)
+    for i in (0, 2):
+        # A row's scale may step where its maximum is next to a power of two times 448.
+        same = got[i + 1] == want[i + 1]
+        assert same.float().mean() > 0.98
+        wrong = (got[i][same] != want[i][same]).float().mean()
+        assert wrong <= 0.02, wrong
+
+
+def check_half_unit(device) -> None:
+    """Vectors whose rounding depends on the half unit below the 16 random bits."""
+    x = torch.from_numpy(VECTORS["halfbit/x"]).to(device)
+    key, stream = VECTORS["random16/seed_stream"].tolist()
+    fmt = TensorFormat.parse("mxfp8:32:sr")
+    codes, scales = (
+        torch.from_numpy(VECTORS[f"halfbit/mxfp8_sr_32/{part}"]).to(device)
+        for part in ("codes", "scales")
+    )
+    want = reference.split(codes, scales, torch.empty(0, device=device), fmt)[0]
+    got = cuda_kernels.quantize_grad(
+        x, None, fmt, None, "bf16", "none", False, torch.tensor(key, device=device), stream
+    )
+    assert_same([got[0]], [want.to(torch.bfloat16)])

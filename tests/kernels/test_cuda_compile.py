@@ -1,0 +1,82 @@
+"""Every usual variant compiles for every architecture; no GPU is needed, NVRTC is."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from fp4compile.kernels import cuda_loader, cuda_variants
+
+FOUND, REASON = cuda_loader.compiler_available()
+needs_nvrtc = pytest.mark.skipif(not FOUND, reason=REASON)
+# One of each family, the largest, for every architecture; all variants with FP4COMPILE_TEST_ALL=1.
+SAMPLE = (
+    ("rows.cu", {"XD": 1, "MODE": 2, "OPERAND": 1, "ACT": 0, "GATED": 0, "BLOCKS": 2}),
+    ("rows.cu", {"XD": 0, "MODE": 1, "OPERAND": 2, "ACT": 5, "GATED": 1, "BLOCKS": 0}),
+    ("rows.cu", {"XD": 2, "MODE": 4, "OPERAND": 2, "ACT": 1, "GATED": 0, "BLOCKS": 1}),
+    ("tensors.cu", {"XD": 1, "OPERAND": 2}),
+    (
+        "gradient.cu",
+        {"XD": 1, "ZD": 0, "ACT": 2, "SUMS": 1, "DMODE": 1, "WMODE": 1, "DFORM": 1, "WFORM": 1},
+    ),
+    (
+        "gradient.cu",
+        {"XD": 0, "ZD": 0, "ACT": 0, "SUMS": 0, "DMODE": 2, "WMODE": 2, "DFORM": 2, "WFORM": 2},
+    ),
+    ("transposes.cu", {"SOURCE": 0, "FORM": 1, "MODE": 1, "SR": 1}),
+    ("transposes.cu", {"SOURCE": 1, "FORM": 2, "MODE": 2, "SR": 0}),
+)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", cuda_loader.ARCHITECTURES)
+def test_compiles(arch: str) -> None:
+    everything = os.environ.get("FP4COMPILE_TEST_ALL") == "1"
+    for file, defines in cuda_variants.variants() if everything else SAMPLE:
+        cubin = cuda_loader.build(file, tuple(defines.items()), arch)
+        assert cubin[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
+def test_nothing_spills(tmp_path: Path) -> None:
+    """A row or a tile lives in registers: local memory would be read and written for each."""
+    tool = shutil.which("cuobjdump")
+    if tool is None:
+        triton = pytest.importorskip("triton")
+        tool = str(Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump")
+    for file, defines in SAMPLE:
+        path = tmp_path / "kernel.cubin"
+        path.write_bytes(cuda_loader.build(file, tuple(defines.items()), "sm_90a"))
+        usage = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True)
+        lines = [line for line in (usage.stdout + usage.stderr).splitlines() if "STACK:" in line]
+        assert lines and all(" STACK:0 " in line for line in lines), (file, lines)
+
+
+@needs_nvrtc
+def test_cubins_are_kept_and_a_bad_source_is_one_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FP4COMPILE_CACHE_DIR", str(tmp_path))
+    file, defines = "tensors.cu", (("XD", 1), ("OPERAND", 0))
+    first = cuda_loader.cubin(file, defines, "sm_90a")
+    monkeypatch.setattr(cuda_loader, "build", lambda *a: pytest.fail("built twice"))
+    assert cuda_loader.cubin(file, defines, "sm_90a") == first
+    monkeypatch.undo()
+    with pytest.raises(cuda_loader.EngineError, match="tensors.cu for sm_90a: .*error") as raised:
+        cuda_loader.build(file, (("XD", 77),), "sm_90a")
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_no_gpu_is_one_line() -> None:
+    found, reason = cuda_loader.available()
+    assert not found and reason and "\n" not in reason
+
+
+def test_architectures() -> None:
+    names = [
+        cuda_loader.architecture(c) for c in ((8, 0), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0))
+    ]
+    assert tuple(names) == cuda_loader.ARCHITECTURES

@@ -1,0 +1,106 @@
+"""The CUDA kernels' arithmetic and indexing, run on the host, give the reference's bits.
+
+The sources are the GPU's; only conversions written in PTX have a host form. What this cannot see
+(memory ordering, PTX, speed) is left to tests/gpu.
+"""
+
+from __future__ import annotations
+
+import emulated
+import kernel_cases as cases
+import pytest
+import torch
+from fp4compile.kernels import cuda_kernels, native_library
+from fp4compile.kernels.formats import TensorFormat
+
+pytestmark = pytest.mark.skipif(native_library.compiler() is None, reason="no C++ compiler")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _emulated(monkeypatch):
+    emulated.install(monkeypatch)
+
+
+@pytest.fixture(params=[0, 1], ids=["forwards", "backwards"])
+def order(request, monkeypatch):
+    monkeypatch.setattr(emulated, "order", request.param)
+
+
+@pytest.mark.parametrize(("text", "form"), cases.ROW_FORMATS)
+def test_rows(text: str, form: str, order) -> None:
+    for rows, cols in cases.SHAPES:
+        for nonfinite in (False, True):
+            cases.check_rows(text, form, cases.matrix(rows, cols, torch.bfloat16, CPU, nonfinite))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_rows_in_other_dtypes(dtype: torch.dtype) -> None:
+    cases.check_rows("nvfp4:row:fp8_exact", "e4m3", cases.matrix(37, 80, dtype, CPU))
+    cases.check_rows("nvfp4:tensor:tile", "bf16", cases.matrix(37, 80, dtype, CPU))
+
+
+def test_rows_longer_than_a_thread_holds(monkeypatch) -> None:
+    for held in (2, 0):
+        monkeypatch.setattr(cuda_kernels, "_team", lambda blocks, held=held: (32, held))
+        cases.check_rows("nvfp4:row:fp8_exact", "e4m3", cases.matrix(7, 1000, torch.bfloat16, CPU))
+    cases.check_rows("mxfp8:32", "bf16", cases.matrix(7, 1500, torch.bfloat16, CPU))
+
+
+def test_rows_with_strides() -> None:
+    x = cases.matrix(37, 144, torch.bfloat16, CPU)
+    for view in (x[:, 1:], x.t(), x[::2], x[:1].expand(40, 144), x[:, :-3]):
+        cases.check_rows("nvfp4:row:fp8_exact", "e4m3", view)
+
+
+@pytest.mark.parametrize("exponent", [-148, -126, -100, 100, 120, 126])
+def test_sizes_of_values(exponent: int) -> None:
+    x = torch.randn(9, 96, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    x = (x.double() * 2.0**exponent).float()
+    for text in ("nvfp4:row:fp8_exact", "mxfp8:row"):
+        cases.check_rows(text, "e4m3", x)
+
+
+@pytest.mark.parametrize("form", ["e4m3", "bf16"])
+@pytest.mark.parametrize(
+    "text", ["nvfp4:row:fp8_exact", "nvfp4:tensor:tile", "mxfp8:32", "mxfp8:row"]
+)
+def test_decode(text: str, form: str, order) -> None:
+    if form == "e4m3" and not TensorFormat.parse(text).exact_in_fp8:
+        pytest.skip("values that E4M3 does not hold")
+    for rows, cols in cases.SHAPES:
+        cases.check_decode(text, form, cases.matrix(rows, cols, torch.bfloat16, CPU, True))
+
+
+@pytest.mark.parametrize(("source", "target", "form"), cases.REQUANTIZE)
+def test_requantize(source: str, target: str, form: str, order) -> None:
+    for rows, cols in cases.SHAPES:
+        for nonfinite in (False, True):
+            x = cases.matrix(rows, cols, torch.bfloat16, CPU, nonfinite)
+            cases.check_requantize(source, target, form, x)
+
+
+@pytest.mark.parametrize(("dgrad", "wgrad", "form"), cases.GRADIENTS)
+def test_gradient(dgrad: str | None, wgrad: str | None, form: str, order) -> None:
+    for rows, cols in (*cases.SHAPES, (200, 130)):
+        g = cases.matrix(rows, cols, torch.bfloat16, CPU, rows == 70)
+        fold = cases.matrix(rows, 1, torch.float32, CPU)[:, 0] if rows else torch.ones(0)
+        cases.check_gradient(dgrad, wgrad, form, g, fold, True)
+        cases.check_gradient(dgrad, wgrad, form, g, None, True)
+
+
+def test_gradient_in_chunks(monkeypatch) -> None:
+    monkeypatch.setattr(cuda_kernels, "_chunk", lambda rows, cols: 64)
+    g = cases.matrix(300, 144, torch.bfloat16, CPU)
+    for case in cases.GRADIENTS[:2]:
+        cases.check_gradient(*case, g, None, True)
+
+
+def test_half_unit() -> None:
+    cases.check_half_unit(CPU)
+
+
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "relu", "relu2", "silu"])
+def test_activations(act: str) -> None:
+    cases.check_activation(act, act == "silu", torch.float32, CPU)
+    cases.check_activation_gradient(act, torch.float32, CPU)
