@@ -24,7 +24,7 @@ class Activation:
 
 
 def _relu_backward(g: Tensor, z: Tensor) -> Tensor:
-    # not g * (z > 0): an infinite gradient of a dead unit must stay dead; NaN in z stays NaN.
+    # not g * (z > 0): an infinite gradient of a dead unit must stay dead.
     return aten.threshold_backward(g, z, 0)
 
 
@@ -35,6 +35,8 @@ ACTIVATIONS: dict[str, Activation] = {
         lambda g, z: aten.gelu_backward(g, z, approximate="tanh"),
     ),
     "relu": Activation(F.relu, _relu_backward),
-    "relu2": Activation(lambda z: F.relu(z).square(), lambda g, z: g * (2 * F.relu(z))),
+    "relu2": Activation(
+        lambda z: F.relu(z).square(), lambda g, z: _relu_backward(g * (2 * F.relu(z)), z)
+    ),
     "silu": Activation(F.silu, lambda g, z: aten.silu_backward(g, z)),
 }
