@@ -166,7 +166,10 @@ class TensorFormat:
 def _keyword(name: str, word: str) -> dict:
     """The keyword argument that one word of a canonical text stands for."""
     if word.startswith("search="):
-        return {"scale_search": tuple(float(f) for f in word[7:].split("/"))}
+        try:
+            return {"scale_search": tuple(float(f) for f in word[7:].split("/"))}
+        except ValueError:
+            raise FormatError(f"{word!r} is no list of factors") from None
     fixed = {
         "sr": {"rounding": "stochastic"},
         "tile": {"block": "tile"},
@@ -270,14 +273,15 @@ class Scheme:
 
     def _check_reuse(self, name: str, gradient: Operand, other: Operand) -> None:
         """Saved codes can be read along the other axis only where that is exact."""
+        saved = self.fprop[1 if name == "dgrad" else 0].format if self.fprop else None
+        role = GEMMS[name][1]
+        if other.source == "fprop" and saved is not None and saved.rotation:
+            raise FormatError(f"{name}.{role}: rotated codes are not for other GEMMs; from: input is")
         if other.source != "fprop" or other.format is not None:
             if gradient.fold:
                 raise FormatError(f"{name}.gradient: fold needs the activation from: fprop as it is")
             return
-        assert self.fprop is not None
-        saved = self.fprop[1 if name == "dgrad" else 0].format
         assert saved is not None
-        role = GEMMS[name][1]
         tile = saved.block == "tile"
         if not (tile or saved.block_scales == "fp8_exact"):
             raise FormatError(
@@ -318,10 +322,12 @@ class Scheme:
             return Scheme()
         gemms: dict[str, Gemm | None] = {}
         for part in text.split(") "):
-            name, _, inner = part.rstrip(")").partition("(")
-            if name not in GEMMS:
-                raise FormatError(f"unknown GEMM {name!r} in scheme {text!r}")
+            name, _, inner = part.removesuffix(")").partition("(")
+            if name not in GEMMS or name in gemms:
+                raise FormatError(f"unknown or repeated GEMM {name!r} in scheme {text!r}")
             words = inner.split(", ")
+            if inner != "original" and len(words) != 2:
+                raise FormatError(f"{name}: two operands or original, not {inner!r}")
             gemms[name] = (
                 None if inner == "original" else (Operand.parse(words[0]), Operand.parse(words[1]))
             )
