@@ -11,21 +11,56 @@ from torch import Tensor
 
 from . import primitives
 from .activations import ACTIVATIONS
-from .errors import InputError
+from .errors import FormatError, InputError
 from .formats import Scheme
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check(x: Tensor, *weights: Tensor | None) -> None:
-    """Refuse dtypes that the formats are not defined for, by name.
+def check(tensors: tuple[Tensor | None, ...], *dtypes: torch.dtype) -> None:
+    """Refuse, in one line, what the operators are not defined for.
+
+    ``tensors``: the input, then weights and biases; ``dtypes``: those of the results.
 
     Raises:
-        InputError: for integer, complex or float64 tensors.
+        InputError: for integer, complex or float64 tensors and results, sparse tensors, tensors on
+            two devices, an input without axes, and inside a torch.func transform.
     """
-    for t in (x, *weights):
-        if t is not None and t.dtype not in _FLOATS:
-            raise InputError(f"fp4: {t.dtype} cannot be quantized; use float32, bfloat16 or float16")
+    if torch._C._are_functorch_transforms_active():
+        raise InputError("fp4: torch.func.grad, vjp and jvp are not supported; use torch.autograd")
+    present = [t for t in tensors if t is not None]
+    for dtype in (*(t.dtype for t in present), *dtypes):
+        if dtype not in _FLOATS:
+            raise InputError(f"fp4: {dtype} cannot be quantized; use float32, bfloat16 or float16")
+    x = present[0]
+    for t in present:
+        if t.layout != torch.strided:
+            raise InputError(f"fp4: {t.layout} tensors cannot be quantized; use to_dense() first")
+        if t.device != x.device:
+            raise InputError(f"fp4: the input is on {x.device}, a weight or bias on {t.device}")
+    if x.ndim == 0:
+        raise InputError("fp4: the input is a scalar; it needs at least one axis")
+
+
+def check_shapes(k: int, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse a weight that does not take ``k`` columns, or a bias that does not fit the weight.
+
+    Raises:
+        InputError: with the shapes, in one line.
+    """
+    if weight.ndim != 2:
+        raise InputError(f"fp4: a weight must be [N, K], this one is {list(weight.shape)}")
+    n = weight.shape[0]
+    if weight.shape[1] != k:
+        raise InputError(f"fp4: the input has {k} columns, the weight [N, K] {list(weight.shape)}")
+    if bias is not None and (bias.ndim != 1 or bias.shape[0] != n):
+        raise InputError(f"fp4: a bias of {n} elements is needed, this one is {list(bias.shape)}")
+
+
+def check_activation(act: str) -> None:
+    """Refuse an activation that no chain can fuse, with `FormatError`."""
+    if act not in ACTIVATIONS:
+        raise FormatError(f"fp4: unknown activation {act!r}; known: {', '.join(ACTIVATIONS)}")
 
 
 def linear(
@@ -34,7 +69,8 @@ def linear(
     """x [..., K] weight [N, K]^T + bias [N] in ``out_dtype``, each GEMM as ``scheme`` says."""
     from .autograd import Linear
 
-    check(x, weight, bias)
+    check((x, weight, bias), out_dtype)
+    check_shapes(x.shape[-1], weight, bias)
     return Linear.apply(x, weight, bias, scheme, out_dtype)
 
 
@@ -45,7 +81,10 @@ def linear_act_linear(
     """act(x weight1^T + bias1) weight2^T + bias2; the hidden tensor is stored as codes only."""
     from .autograd import Chain
 
-    check(x, weight1, bias1, weight2, bias2)
+    check_activation(act)
+    check((x, weight1, bias1, weight2, bias2), hidden_dtype, out_dtype)
+    check_shapes(x.shape[-1], weight1, bias1)
+    check_shapes(weight1.shape[0], weight2, bias2)
     if fusable(scheme2):
         return Chain.apply(
             x, weight1, bias1, weight2, bias2, act, scheme1, scheme2, hidden_dtype, out_dtype
@@ -63,7 +102,12 @@ def gated_linear(
     """(act(x gate^T) * (x up^T)) down^T with biases; the hidden tensor is stored as codes only."""
     from .autograd import Gated
 
-    check(x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
+    check_activation(act)
+    tensors = (x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down)
+    check(tensors, hidden_dtype, out_dtype)
+    for weight, bias in ((weight_gate, bias_gate), (weight_up, bias_up)):
+        check_shapes(x.shape[-1], weight, bias)
+        check_shapes(weight.shape[0], weight_down, bias_down)
     schemes = (scheme_gate, scheme_up, scheme_down)
     if fusable(scheme_down):
         return Gated.apply(
