@@ -7,15 +7,43 @@ own stream of random bits.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .activations import ACTIVATIONS
+from .errors import InputError
 from .formats import Scheme
 from .layer import STREAMS, Layer, Quantized, Term
 
 ops = torch.ops.fp4
+
+
+class Once(torch.autograd.Function):
+    """Gradients that depend on ``g``; differentiating them is refused."""
+
+    @staticmethod
+    def forward(ctx, g, *grads):
+        """The gradients as they are."""
+        return grads
+
+    @staticmethod
+    def backward(ctx, *_):
+        """Refuse: rounding has no second derivative."""
+        raise InputError("fp4: no double backward; a quantized layer has first derivatives only")
+
+
+def once(backward):
+    """A backward that builds no graph of itself, and whose results refuse to be differentiated."""
+
+    @functools.wraps(backward)
+    def wrapper(ctx, g):
+        with torch.no_grad():
+            grads = backward(ctx, g)
+        return Once.apply(g, *grads) if torch.is_grad_enabled() and g.requires_grad else grads
+
+    return wrapper
 
 
 def draw_seed(layers: list[tuple[Layer, bool, bool]], device: torch.device) -> Tensor | None:
@@ -23,6 +51,11 @@ def draw_seed(layers: list[tuple[Layer, bool, bool]], device: torch.device) -> T
     if any(layer.needs_seed(need_x, need_w) for layer, need_x, need_w in layers):
         return torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=device)
     return None
+
+
+def rows(x: Tensor) -> Tensor:
+    """x [..., C] as [R, C]; any size may be 0."""
+    return x.flatten(0, -2) if x.ndim > 1 else x[None]
 
 
 def save(ctx, *groups: tuple) -> None:
@@ -96,7 +129,7 @@ class Linear(torch.autograd.Function):
     def forward(ctx, x, weight, bias, scheme, out_dtype):
         """Quantize, multiply, save codes."""
         layer = Layer(Scheme.parse(scheme), out_dtype, x.device)
-        x2 = x.reshape(-1, x.shape[-1])
+        x2 = rows(x)
         xq, wq = layer.quantize_activation(x2), layer.quantize_weight(weight)
         need_x, need_w = ctx.needs_input_grad[:2]
         save(
@@ -109,14 +142,14 @@ class Linear(torch.autograd.Function):
         return y.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, g):
         """Gradients of x, weight and bias."""
         saved_x, saved_w = restore(ctx)
         need = ctx.needs_input_grad[:3]
         seed = draw_seed([(ctx.layer, *need[:2])], g.device)
         dx, dw, db = backward_layer(
-            ctx.layer, g.reshape(-1, g.shape[-1]), saved_x, saved_w, need, seed, 0,
+            ctx.layer, rows(g), saved_x, saved_w, need, seed, 0,
             ctx.shape[-1], ctx.dtypes[1],
         )  # fmt: skip
         return _shaped(dx, ctx.shape, ctx.dtypes[0]), dw, _bias(db, ctx.dtypes[2]), None, None
@@ -130,8 +163,9 @@ class Chain(torch.autograd.Function):
         """First GEMM, activation and quantize in one primitive, second GEMM."""
         first = Layer(Scheme.parse(scheme1), hidden_dtype, x.device)
         second = Layer(Scheme.parse(scheme2), out_dtype, x.device)
-        x2 = x.reshape(-1, x.shape[-1])
-        xq, wq1, wq2 = first.quantize_activation(x2), first.quantize_weight(w1), second.quantize_weight(w2)
+        x2 = rows(x)
+        xq = first.quantize_activation(x2)
+        wq1, wq2 = first.quantize_weight(w1), second.quantize_weight(w2)
         z = first.fprop(x2, xq, w1, wq1, b1)
         hq = quantize_hidden(second, ops.act_quantize, (*z.args(), act))
         need_x, need_w1, need_b1, need_w2 = ctx.needs_input_grad[:4]
@@ -151,7 +185,7 @@ class Chain(torch.autograd.Function):
         return y.reshape(*x.shape[:-1], w2.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, g):
         """Gradients of x and both layers' parameters."""
         (first, second), dtypes = ctx.layers, ctx.dtypes
@@ -160,7 +194,7 @@ class Chain(torch.autograd.Function):
         need_h = need_x or need_w1 or need_b1
         seed = draw_seed([(second, need_h, need_w2), (first, need_x, need_w1)], g.device)
         gh, dw2, db2 = backward_layer(
-            second, g.reshape(-1, g.shape[-1]), saved_h, saved_w2, (need_h, need_w2, need_b2),
+            second, rows(g), saved_h, saved_w2, (need_h, need_w2, need_b2),
             seed, 0, ctx.hidden, dtypes[3],
         )  # fmt: skip
         dx, dw1, db1 = None, None, None
@@ -211,10 +245,9 @@ class Gated(torch.autograd.Function):
         """Gate and up GEMMs, activation, product and quantize in one primitive, down GEMM."""
         gate, up = (Layer(Scheme.parse(s), hidden_dtype, x.device) for s in schemes[:2])
         down = Layer(Scheme.parse(schemes[2]), out_dtype, x.device)
-        x2 = x.reshape(-1, x.shape[-1])
+        x2 = rows(x)
         xqg = gate.quantize_activation(x2)
-        same = gate.scheme.fprop and up.scheme.fprop and gate.scheme.fprop[0] == up.scheme.fprop[0]
-        xqu = xqg if same else up.quantize_activation(x2)
+        xqu = xqg if gate.same_activation(up) else up.quantize_activation(x2)
         wqg, wqu, wqd = (q.quantize_weight(w) for q, w in ((gate, wg), (up, wu), (down, wd)))
         zg, zu = gate.fprop(x2, xqg, wg, wqg, bg), up.fprop(x2, xqu, wu, wqu, bu)
         hq = quantize_hidden(down, ops.glu_quantize, (*zg.args(), *zu.args(), act))
@@ -237,7 +270,7 @@ class Gated(torch.autograd.Function):
         return y.reshape(*x.shape[:-1], wd.shape[0])
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx, g):
         """Gradients of x and the three layers' parameters."""
         gate, up, down = ctx.layers
@@ -250,7 +283,7 @@ class Gated(torch.autograd.Function):
             [(down, need_h, need_wd), (gate, need_x, need_wg), (up, need_x, need_wu)], g.device
         )
         gh, dwd, dbd = backward_layer(
-            down, g.reshape(-1, g.shape[-1]), saved_h, saved_wd, (need_h, need_wd, need_bd),
+            down, rows(g), saved_h, saved_wd, (need_h, need_wd, need_bd),
             seed, 0, ctx.hidden, dtypes[4],
         )  # fmt: skip
         dxg = dxu = dwg = dwu = dbg = dbu = None

@@ -59,10 +59,20 @@ def pad_columns(a: Tensor, columns: int) -> Tensor:
 
 
 def matmul(a: Tensor, b: Tensor, engine: str, out_dtype: torch.dtype) -> Tensor:
-    """a[M, K] b[N, K]^T of two operands in the engine's form, summed in FP32, as ``out_dtype``."""
+    """a[M, K] b[N, K]^T of two operands in the engine's form, summed in FP32, as ``out_dtype``.
+
+    Contiguous, as the operator's fake result is; ambient autocast changes nothing.
+    """
     columns = max(a.shape[1], b.shape[1])
     a, b = pad_columns(a, columns), pad_columns(b, columns)
-    return _MATMUL[engine](a, b, out_dtype)
+    with torch._C._DisableAutocast():
+        return _MATMUL[engine](a, b, out_dtype).contiguous()
+
+
+def plain(a: Tensor, b: Tensor) -> Tensor:
+    """a[M, K] b[K, N] in the tensors' own dtype, whatever autocast says: an original GEMM."""
+    with torch._C._DisableAutocast():
+        return a @ b
 
 
 def _reference(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -92,6 +92,13 @@ class Layer:
         assert saved is not None
         return saved
 
+    def same_activation(self, other: Layer) -> bool:
+        """True where both layers' forward GEMMs read one and the same operand of a common input."""
+        a, b = self.scheme.fprop, other.scheme.fprop
+        if a is None or b is None or a[0] != b[0]:
+            return False
+        return self.engine("fprop").operand == other.engine("fprop").operand
+
     # forward ------------------------------------------------------------------------------------
 
     def quantize_activation(self, x: Tensor) -> Quantized | None:
@@ -114,7 +121,7 @@ class Layer:
         """The forward GEMM; ``x`` is read only where fprop is original."""
         if self.scheme.fprop is None or xq is None or wq is None:
             dtype = self.out_dtype
-            return Term(x.to(dtype) @ w.to(dtype).t(), bias=bias)
+            return Term(engines.plain(x.to(dtype), w.to(dtype).t()), bias=bias)
         m, n = xq.codes.shape[0], wq.codes.shape[0]
         acc = ops.scaled_mm(
             xq.operand, wq.operand, self.engine("fprop").name, m, n, acc_dtype(self.out_dtype)
@@ -170,7 +177,7 @@ class Layer:
         if self.scheme.dgrad is None:
             assert g is not None
             work = self.out_dtype
-            return Term(g.to(work) @ saved[0].to(work))
+            return Term(engines.plain(g.to(work), saved[0].to(work)))
         right, col = self._right("dgrad", saved, k, seed, stream + WEIGHT)
         engine = self._backward_engine("dgrad")
         acc = ops.scaled_mm(operand, right, engine, m, k, acc_dtype(self.out_dtype))
@@ -184,7 +191,7 @@ class Layer:
         if self.scheme.wgrad is None:
             assert g is not None
             work = self.out_dtype
-            return (g.to(work).t() @ saved[0].to(work)).to(dtype)
+            return engines.plain(g.to(work).t(), saved[0].to(work)).to(dtype)
         right, col = self._right("wgrad", saved, k, seed, stream + ACTIVATION)
         acc = ops.scaled_mm(operand, right, self._backward_engine("wgrad"), n, k, acc_dtype(dtype))
         return Term(acc, present(self.scheme.wgrad[0].format, factor), col).value(dtype)
