@@ -102,6 +102,11 @@ def _launch(file, kernel, defines, arguments, grid, threads, device) -> None:
         cuda_loader.launch(file, kernel, names, arguments, grid, threads, device)
 
 
+def _resident(file, kernel, defines, threads, device) -> int:
+    index = device.index or 0
+    return cuda_loader.resident(file, kernel, tuple(defines.items()), threads, index)
+
+
 def _tensor_amax(x: Tensor) -> Tensor:
     """Bits of max |x| as int32 [1]."""
     amax = x.new_zeros(1, dtype=torch.int32)
@@ -110,8 +115,8 @@ def _tensor_amax(x: Tensor) -> Tensor:
     if ld == cols and x.numel() % 8192 == 0:
         rows, cols, ld = x.numel() // 8192, 8192, 8192
     arguments = Amax(_pointer(x), rows, cols, ld, wide, amax.data_ptr())
-    grid = (min(rows, 8 * cuda_loader.processors(x.device.index or 0)), 1)
     defines = {"XD": DTYPES[x.dtype], "OPERAND": 0}
+    grid = (min(rows, _resident("tensors.cu", "tensor_amax", defines, 256, x.device)), 1)
     _launch("tensors.cu", "tensor_amax", defines, arguments, grid, 256, x.device)
     return amax
 
@@ -193,8 +198,7 @@ def _quantize_rows(
         "GATED": int(up is not None), "BLOCKS": held,
     }  # fmt: skip
     device = x[0].device
-    resident = max(1, (1024 if mode in (0, 3, 4) else 512) // threads)
-    grid = (min(rows, resident * cuda_loader.processors(device.index or 0)), 1)
+    grid = (min(rows, _resident("rows.cu", "quantize_rows", defines, threads, device)), 1)
     _launch("rows.cu", "quantize_rows", defines, arguments, grid, threads, device)
     return codes, scales, factor, operand
 

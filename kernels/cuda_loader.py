@@ -139,7 +139,7 @@ def cubin(file: str, defines: Defines, arch: str) -> bytes:
 def _module(file: str, defines: Defines, device: int) -> Any:
     arch = architecture(torch.cuda.get_device_capability(device))
     with torch.cuda.device(device):
-        torch.cuda.current_stream()  # makes the device's context current
+        torch.empty(1, device="cuda")  # the device's context exists and is current
         return _check(_driver().cuModuleLoadData(cubin(file, defines, arch)))
 
 
@@ -155,6 +155,14 @@ def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@cache_function
+def resident(file: str, kernel: str, defines: Defines, threads: int, device: int) -> int:
+    """CTAs of ``threads`` threads that run at once on a device: the grid of a persistent kernel."""
+    function = load(file, kernel, defines, device)
+    occupancy = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
+    return max(1, _check(occupancy(function, threads, 0))) * processors(device)
+
+
 def launch(
     file: str,
     kernel: str,
@@ -165,13 +173,14 @@ def launch(
     device: torch.device,
 ) -> None:
     """Run ``kernel`` on the device's current stream; ``arguments`` is its only parameter."""
-    index = torch.cuda.current_device() if device.index is None else device.index
+    current = torch.cuda.current_device()
+    index = current if device.index is None else device.index
     function = load(file, kernel, defines, index)
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
     stream = torch.cuda.current_stream(index).cuda_stream
+    geometry = (*grid, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
+    if index == current:
+        _check(_driver().cuLaunchKernel(function, *geometry))
+        return
     with torch.cuda.device(index):
-        _check(
-            _driver().cuLaunchKernel(
-                function, *grid, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0
-            )
-        )
+        _check(_driver().cuLaunchKernel(function, *geometry))

@@ -131,11 +131,8 @@ FP4_D void store(const Rows& a, i64 row, i64 block, bool inside, float* v, u32 a
   if (inside) store_mx(a, row, block, v, group);
 }
 
-#if MODE == 0 || MODE >= 3
-#define MIN_CTAS 2
-#else
-#define MIN_CTAS 1
-#endif
+// Registers a thread may have: 64 where a row is one block a thread and nothing is searched.
+constexpr int MIN_CTAS = (MODE == 0 || MODE >= 3) && BLOCKS == 1 ? 2 : 1;
 
 extern "C" __global__ void __launch_bounds__(512, MIN_CTAS) quantize_rows(Rows a) {
   __shared__ u32 memory[64];

@@ -11,7 +11,7 @@ struct Amax {
 };
 
 // Bits of max |x|; the maximum of integers depends on no order.
-extern "C" __global__ void __launch_bounds__(256, 8) tensor_amax(Amax a) {
+extern "C" __global__ void __launch_bounds__(256, XD == F32 ? 4 : 8) tensor_amax(Amax a) {
   __shared__ u32 memory[64];
   u32 phase = 0, m = 0;
   for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x)

@@ -54,5 +54,5 @@ def launch(file, kernel, defines, arguments, grid, threads, device) -> None:
 
 def install(monkeypatch) -> None:
     monkeypatch.setattr(cuda_loader, "launch", launch)
-    monkeypatch.setattr(cuda_loader, "processors", lambda device: 3)
+    monkeypatch.setattr(cuda_loader, "resident", lambda *arguments: 3)
     assert cuda_kernels.cuda_loader is cuda_loader

@@ -30,6 +30,14 @@ GRADIENTS = [
     (None, "mxfp8:row:sr", "bf16"),
     ("mxfp8:32:sr", None, "bf16"),
 ]
+DECODE = [
+    ("nvfp4:row:fp8_exact", "e4m3"),
+    ("nvfp4:row:fp8_exact", "bf16"),
+    ("nvfp4:tensor:tile", "bf16"),
+    ("mxfp8:32", "bf16"),
+    ("mxfp8:row", "e4m3"),
+    ("mxfp8:row", "bf16"),
+]
 REQUANTIZE = [
     ("nvfp4:row:four_over_six", "mxfp8:32:sr", "bf16"),
     ("nvfp4:tensor", "mxfp8:row:sr", "e4m3"),

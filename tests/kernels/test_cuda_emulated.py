@@ -11,7 +11,6 @@ import kernel_cases as cases
 import pytest
 import torch
 from fp4compile.kernels import cuda_kernels, native_library
-from fp4compile.kernels.formats import TensorFormat
 
 pytestmark = pytest.mark.skipif(native_library.compiler() is None, reason="no C++ compiler")
 CPU = torch.device("cpu")
@@ -61,13 +60,8 @@ def test_sizes_of_values(exponent: int) -> None:
         cases.check_rows(text, "e4m3", x)
 
 
-@pytest.mark.parametrize("form", ["e4m3", "bf16"])
-@pytest.mark.parametrize(
-    "text", ["nvfp4:row:fp8_exact", "nvfp4:tensor:tile", "mxfp8:32", "mxfp8:row"]
-)
+@pytest.mark.parametrize(("text", "form"), cases.DECODE)
 def test_decode(text: str, form: str, order) -> None:
-    if form == "e4m3" and not TensorFormat.parse(text).exact_in_fp8:
-        pytest.skip("values that E4M3 does not hold")
     for rows, cols in cases.SHAPES:
         cases.check_decode(text, form, cases.matrix(rows, cols, torch.bfloat16, CPU, True))
 
