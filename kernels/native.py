@@ -85,6 +85,8 @@ def supports(fmt: TensorFormat) -> bool:
     """Whether `quantize` and `decode` know ``fmt``; the others go through `reference`."""
     if fmt.format not in KINDS or fmt.rotation is not None:
         return False
+    if isinstance(fmt.scale_search, str) and fmt.scale_search != "four_over_six":
+        return False
     tile, exact = fmt.block == "tile", fmt.block_scales == "fp8_exact"
     return not (tile and fmt.outer == "row" or exact and (tile or fmt.stochastic))
 

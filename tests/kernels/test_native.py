@@ -10,11 +10,12 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from fp4compile.kernels import cache, native, native_library, reference
+from fp4compile.kernels import cache, cuda_kernels, native, native_library, reference
 from fp4compile.kernels.errors import InputError
 from fp4compile.kernels.formats import BLOCK, TensorFormat
 
@@ -287,6 +288,11 @@ def test_formats_left_to_the_reference() -> None:
     refused = ("s2f6", "mxfp8:32:had16", "nvfp4:tensor:had16")
     assert all(not native.supports(TensorFormat.parse(t)) for t in refused)
     assert all(native.supports(TensorFormat.parse(t)) for t in FORMATS)
+    other = SimpleNamespace(**vars(TensorFormat.parse("nvfp4:row:fp8_exact")))
+    other.exact_in_fp8 = True
+    assert native.supports(other) and cuda_kernels.supports(other)
+    other.scale_search = "a search that came later"
+    assert not native.supports(other) and not cuda_kernels.supports(other)
 
 
 def test_seeds_are_tensors() -> None:
