@@ -9,7 +9,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .stamping import apply
     from .explaining import explain
     from .kernels.errors import (
         EngineError,
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from .kernels.quantized import QuantizedTensor, quantize
     from .policy import Policy
     from .report import Report
+    from .stamping import apply
 
 __version__ = "0.1.0"
 

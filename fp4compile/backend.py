@@ -12,27 +12,36 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
+from torch import nn
 from torch.fx import Graph, GraphModule
 
-from . import dynamo
+from . import dynamo, watching
+from .choice import Choice
+from .describing import Described, describe
 from .kernels.errors import Fp4Error, PolicyError, PrecisionError
 from .notices import warn
 from .policy import Policy
-from .report import Report, reports
+from .report import reports
+from .words import hint, shown, unknown
 
+OPTIONS = ("policy", "compiler")
 COMPILERS = ("inductor", "aot_eager", "eager")
 
 
 def fp4(
-    gm: GraphModule, example_inputs: list, *, options: Mapping | None = None, mode: str | None = None
+    gm: GraphModule,
+    example_inputs: list,
+    *,
+    options: Mapping | None = None,
+    mode: str | None = None,
 ) -> Callable:
     """Backend function: called by Dynamo for every graph that it captures.
 
     Raises:
-        PolicyError: for a policy that cannot be used.
+        PolicyError: for a policy or an option that cannot be used.
         PrecisionError: strict policies, where a layer that a rule names was not rewritten.
     """
     try:
@@ -45,12 +54,38 @@ def _compile(gm: GraphModule, example_inputs: list, options: dict, mode: str | N
     policy = options.pop("policy", None)
     compiler = options.pop("compiler", "inductor")
     if compiler not in COMPILERS:
-        raise PolicyError(f"options['compiler']={compiler!r} is none of {', '.join(COMPILERS)}")
-    if mode:
-        options = {**_mode(mode), **options}
+        raise PolicyError(f"options: {unknown('compiler', compiler, COMPILERS)}")
+    options = inductor_options(options, mode)
     resolved = as_policy(policy)
-    rewrite_frame(gm, resolved, explicit=policy is not None)
-    return compile_graph(gm, example_inputs, compiler, options, str(resolved))
+    choice = rewrite_frame(gm, resolved, explicit=policy is not None)
+    compiled = compile_graph(gm, example_inputs, compiler, options, str(resolved))
+    return watching.own_frame(compiled) if choice.alone else compiled
+
+
+def inductor_options(options: dict[str, Any], mode: str | None) -> dict[str, Any]:
+    """Inductor's options by its own names, those of ``mode`` included.
+
+    Raises:
+        PolicyError: for a mode or an option that Inductor does not have.
+    """
+    from torch._inductor import list_mode_options
+
+    modes = list_mode_options()
+    if mode and mode not in modes:
+        raise PolicyError(f"torch.compile: {unknown('mode', mode, modes)}")
+    options = {key.replace("-", "_"): value for key, value in options.items()}
+    for key in options:
+        if key not in _inductor_keys():
+            near = hint(key, [*OPTIONS, *_inductor_keys()])
+            raise PolicyError(f"options: {key!r} is none of Inductor's nor of fp4's{near}")
+    return {**(modes[mode] if mode else {}), **options}
+
+
+@cache
+def _inductor_keys() -> frozenset[str]:
+    from torch._inductor import config
+
+    return frozenset(config.get_config_copy())
 
 
 def as_policy(policy: Any) -> Policy:
@@ -65,9 +100,8 @@ def as_policy(policy: Any) -> Policy:
         path = os.fspath(policy)
         stamp = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
         return _load(path, stamp)
-    raise PolicyError(
-        f"options['policy'] is a {type(policy).__name__}; give a path, a fp4.Policy or a dict"
-    )
+    kind = type(policy).__name__
+    raise PolicyError(f"a policy is a path, an fp4.Policy or a dict, not {shown(policy)} ({kind})")
 
 
 @lru_cache(maxsize=32)
@@ -75,32 +109,46 @@ def _load(path: str, stamp: int) -> Policy:
     return Policy.load(path)
 
 
-def _mode(mode: str) -> dict[str, Any]:
-    from torch._inductor import list_mode_options
-
-    return list_mode_options(mode)
-
-
-def rewrite_frame(gm: GraphModule, policy: Policy, explicit: bool) -> Report:
-    """Rewrite one captured graph in place; record, for `explain`, what was done and what was not."""
-    from .choice import Choice
+def rewrite_frame(gm: GraphModule, policy: Policy, explicit: bool) -> Choice:
+    """Rewrite one captured graph in place; record for `explain` what was done and what not."""
     from .kernels import ops  # noqa: F401 - defines torch.ops.fp4
     from .passes.rewrite import rewrite
 
     choice = Choice(gm, policy, explicit)
-    rows = rewrite(gm, choice).rows
-    choice.finish(rows)
-    described = choice.describe(rows)
-    report = reports.record(choice.root, policy.name, described)
-    for row in choice.strictly_refused(described):
-        raise PrecisionError(
-            f"strict policy {policy.name}: layer {row.fqn!r} ({row.rule}) was not rewritten:"
-            f" {row.reason}"
-        )
-    if choice.complete and not report.rewritten and not report.noticed:
-        report.noticed = True
-        warn(f"fp4: {report.nothing()}")
-    return report
+    described = describe(choice, rewrite(gm, choice).rows, gm)
+    for each in described:
+        if each.stamp.strict and each.row.refused:
+            raise PrecisionError(
+                f"strict policy {choice.label}: layer {each.title!r} ({each.row.rule}) was not"
+                f" rewritten: {each.row.reason}"
+            )
+    choice.finish()
+    _report(choice, described)
+    for root in choice.places.roots:
+        dynamo.make_room(choice.places.frame, root)
+    return choice
+
+
+def _report(choice: Choice, described: list[Described]) -> None:
+    """Record the rows, each for its model; say once where nothing at all was rewritten."""
+    by_model: dict[nn.Module | None, list[Described]] = {}
+    for each in described:
+        by_model.setdefault(each.model, []).append(each)
+    found = []
+    for model in by_model or choice.models:
+        mine = by_model.get(model, [])
+        found.append(
+            reports.record(
+                model, choice.label, [each.row for each in mine],
+                [str(each.stamp) for each in mine], [each.shared for each in mine],
+            )
+        )  # fmt: skip
+    nothing = choice.complete and not any(r.rewritten or r.noticed for r in found)
+    for warning in choice.own_warnings if nothing else choice.warnings:
+        warn(warning)
+    if nothing and found:
+        found[0].noticed = True
+        warn(f"fp4: {found[0].nothing()}")
 
 
 def compile_graph(
@@ -127,13 +175,17 @@ def compile_graph(
 
 def patches(options: dict[str, Any], policy: str) -> dict[str, Any]:
     """Inductor's options with this package's cache key and its pass over inference graphs."""
+    from torch._inductor import config
+
     from .cache_key import KeyedPass
 
-    out = {key.replace("-", "_"): value for key, value in options.items()}
     joint, post = "joint_custom_pre_pass", "post_grad_custom_pre_pass"
-    out[joint] = KeyedPass(policy, None, out.get(joint))
-    out[post] = KeyedPass(policy, merge_equal_nodes, out.get(post))
-    return out
+    users = {key: options.get(key, getattr(config, key)) for key in (joint, post)}
+    return {
+        **options,
+        joint: KeyedPass(policy, None, users[joint]),
+        post: KeyedPass(policy, merge_equal_nodes, users[post]),
+    }
 
 
 def merge_equal_nodes(graph: Graph) -> None:

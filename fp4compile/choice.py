@@ -2,181 +2,151 @@
 
 from __future__ import annotations
 
-import math
 import weakref
 from dataclasses import dataclass
 
-import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from . import dynamo, report, stamping
-from .blocks import find_blocks
-from .kernels.formats import GEMMS, Scheme
-from .kernels.layer import Layer, acc_dtype
-from .notices import warn
-from .passes import rewrite
-from .passes.nodes import value
+from . import dynamo, stamping, watching
+from .blocks import clean_name, find_blocks, is_linear, unwrap
+from .passes.nodes import is_tensor, op
 from .passes.sites import Site
+from .passes.weights import is_constant, is_parameter
 from .policy import Policy, Resolution
-from .roots import entry_root
-from .saved import activation_bytes, weight_bytes
+from .roots import Place, Places
 from .stamp import Decision, Stamp
 
-_resolved: weakref.WeakKeyDictionary[nn.Module, dict[str, Resolution]] = (
+_resolved: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.WeakKeyDictionary]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 @dataclass
-class _Asked:
-    """One call of `Choice`: who asked, and what was answered."""
+class Asked:
+    """One question of the passes, and what was answered."""
 
     site: Site
-    owner: dynamo.Owner | None
+    in_chain: bool
+    place: Place | None
     stamp: Stamp
     decision: Decision
+
+
+def reads_data(node: Node) -> bool:
+    """True for an operation of which an input is neither a parameter nor a buffer."""
+    return any(
+        is_tensor(n) and not is_parameter(n) and not is_constant(n) for n in node.all_input_nodes
+    )
 
 
 class Choice:
     """``choice(site, role) -> Decision`` for `passes.rewrite`; guards every stamp that it reads.
 
-    ``root`` is the outermost module of the compiled call; ``complete`` is True where this graph
-    holds all of it, False below a graph break.
+    ``explaining``: nothing is watched, and a graph is captured for every module it could serve.
     """
 
-    def __init__(self, gm: GraphModule, policy: Policy, explicit: bool) -> None:
-        self.policy, self.explicit = policy, explicit
-        self.frame = dynamo.current_frame()
-        self.asked: list[_Asked] = []
-        self.complete = False
-        self.root: nn.Module | None = self._frame_root(gm)
-        self._roots: dict[nn.Module, nn.Module] = {}
-
-    def _frame_root(self, gm: GraphModule) -> nn.Module | None:
-        for node in gm.graph.nodes if self.frame else ():
-            source = getattr(node.meta.get("grapharg"), "source", None)
-            found = dynamo.owner(source, self.frame) if source is not None else None
-            if found is not None:
-                root = entry_root(found.module, found.root)
-                self.complete = root is found.root
-                return root
-        return None
+    def __init__(
+        self, gm: GraphModule, policy: Policy, explicit: bool, explaining: bool = False
+    ) -> None:
+        self.policy, self.explicit, self.explaining = policy, explicit, explaining
+        self.places = Places(gm)
+        self.asked: list[Asked] = []
+        self.label = policy.name
+        self.warnings: list[str] = []
 
     def __call__(self, site: Site, role: str | None) -> Decision:
         """The decision for ``site``; ``role`` is "mlp" where it is part of a chain."""
-        source = site.source
-        found = dynamo.owner(source, self.frame) if source is not None and self.frame else None
-        stamp = self._stamp(site, found)
-        if found is not None:
-            dynamo.guard_stamp(found)
+        place = self.places.of(site)
+        if place is None:
+            stamp = self.policy.stamp_for(site.name)
+        else:
+            stamp = self._stamp(place)
+            dynamo.guard_stamp(place.owner, place.attribute)
+            if self.explaining:
+                dynamo.guard_identity(place.owner)
         decision = stamp.decision(role is not None)
-        self.asked.append(_Asked(site, found, stamp, decision))
+        self.asked.append(Asked(site, role is not None, place, stamp, decision))
         return decision
 
-    def _stamp(self, site: Site, found: dynamo.Owner | None) -> Stamp:
-        if found is None:
-            return self.policy.stamp_for(site.name)
-        stamped = stamping.stamp_of(found.module)
-        if stamped is not None:
+    def _stamp(self, place: Place) -> Stamp:
+        module = place.owner.module
+        stamped = stamping.stamp_of(module, place.attribute)
+        if stamped is not None and not stamping.outdated(module, self.policy):
             if self.explicit:
-                stamping.check_agreement(found.module, self.policy)
+                stamping.check_agreement(module, self.policy)
+            self.label = stamping.label_of(module) or self.label
             return stamped
-        root = self._roots.get(found.root)
-        if root is None:
-            root = self._roots[found.root] = entry_root(found.module, found.root)
-        resolution = self._resolution(root)
-        if root is not found.root:
-            # Below a graph break one graph serves every block: only stamps keep them apart.
-            stamping.stamp_modules(root, resolution, stamping.digest(self.policy))
-            stamped = stamping.stamp_of(found.module)
-        return stamped or resolution.modules.get(found.module) or self._by_name(site, root)
+        stamps = self._resolve(place.model, place.below_break)
+        return stamps.get(module) or self._by_name(place)
 
-    def _by_name(self, site: Site, root: nn.Module) -> Stamp:
-        blocks = find_blocks(root)
-        return self.policy.stamp_for(site.name, blocks.block_of(site.name) if blocks else None)
+    def _by_name(self, place: Place) -> Stamp:
+        blocks = find_blocks(place.model)
+        return self.policy.stamp_for(place.name, blocks.block_of(place.name) if blocks else None)
 
-    def _resolution(self, root: nn.Module) -> Resolution:
-        known = _resolved.setdefault(root, {})
-        key = stamping.digest(self.policy)
+    def _resolve(self, model: nn.Module, below_break: bool) -> weakref.WeakKeyDictionary:
+        """The stamps of the linears of ``model``, all of which are watched from now on."""
+        known, key = _resolved.setdefault(model, {}), stamping.digest(self.policy)
+        resolution: Resolution | None = None
+        if key not in known or below_break:
+            resolution = self.policy.resolve(model)
         if key not in known:
-            known[key] = self.policy.resolve(root)
-            for warning in known[key].warnings:
-                warn(warning)
+            assert resolution is not None
+            self.warnings += resolution.warnings
+            known[key] = weakref.WeakKeyDictionary(resolution.modules)
+        if below_break:
+            # One graph serves every block of a class there: only stamps keep them apart.
+            assert resolution is not None
+            stamping.stamp_modules(model, self.policy, resolution, automatic=True)
         return known[key]
 
-    def finish(self, rows: list[rewrite.Row]) -> None:
+    def finish(self) -> None:
         """Watch the layers that the policy names: they must not run outside of compiled graphs."""
-        for asked, row in zip(self.asked, rows):
-            if asked.owner is None:
+        for model in {asked.place.model for asked in self.asked if asked.place}:
+            stamps = _resolved.get(model, {}).get(stamping.digest(self.policy), {})
+            for name, module in model.named_modules():
+                if module in stamps and stamping.stamp_of(module) is None:
+                    watching.watch(module, stamps[module], clean_name(name))
+        for asked in self.asked:
+            if asked.place is not None and is_linear(asked.place.owner.module):
+                watching.seen_in_graph(asked.place.owner.module, asked.in_chain)
+
+    def other_readers(self, gm: GraphModule) -> list[tuple[Place, Stamp, str]]:
+        """Linears whose weight an operation reads that is no linear layer, and its name.
+
+        Some operations hold whole layers (``_transformer_encoder_layer_fwd``). An operation on
+        weights alone, a norm or a decay, is none.
+        """
+        asked = {a.place.owner.module for a in self.asked if a.place}
+        found = []
+        for node in gm.graph.nodes:
+            place = self.places.of_input(node)
+            if place is None or place.owner.parameter != "weight":
                 continue
-            module = asked.owner.module
-            info = module.__dict__.setdefault(stamping.INFO, {})
-            info.setdefault("name", row.fqn)
-            info.setdefault("strict", asked.stamp.strict)
-            decisions = (asked.stamp.chain, asked.stamp.plain)
-            info.setdefault("rules", [(d.scheme_name, d.rule) for d in decisions])
-            if row.status == "rewritten":
-                stamping.watch(module)
-            stamping.seen_in_graph(module, row.status == "rewritten")
+            reader = next((n for n in node.users if reads_data(n)), None)
+            module = place.owner.module
+            if reader is not None and is_linear(module) and module not in asked:
+                found.append((place, self._stamp(place), op(reader) or reader.name))
+        return found
 
-    def describe(self, rows: list[rewrite.Row]) -> list[report.Row]:
-        """The report's rows."""
-        seen: set = set()
-        described = []
-        last = {row.chain: row for row in rows}
-        for asked, row in zip(self.asked, rows, strict=True):
-            hidden = row.chain is not None and row is not last[row.chain]
-            saved, original = _bytes(asked.site, row, asked.decision.scheme, hidden, seen)
-            refused = not asked.decision.scheme.original and row.status != "rewritten"
-            name = self._name(asked, row.fqn)
-            described.append(
-                report.Row(
-                    name, row.kind, row.shape, row.scheme, row.scheme_name, row.rule,
-                    _engine(asked.site, row, asked.decision.scheme), saved, original, row.status,
-                    row.reason, row.chain, refused,
-                )  # fmt: skip
-            )
-        return described
+    @property
+    def models(self) -> list[nn.Module]:
+        """The models of the compiled call, by the captured graph's inputs."""
+        return list(dict.fromkeys(unwrap(root) for root in self.places.roots))
 
-    def _name(self, asked: _Asked, name: str) -> str:
-        info = asked.owner.module.__dict__.get(stamping.INFO, {}) if asked.owner else {}
-        return info.get("name") or name
+    @property
+    def complete(self) -> bool:
+        """True where this graph is the last of the outermost modules' own frames."""
+        below = any(asked.place and asked.place.below_break for asked in self.asked)
+        return bool(self.places.roots) and not self.places.breaks and not below
 
-    def strictly_refused(self, rows: list[report.Row]) -> list[report.Row]:
-        """The rows of layers that a strict policy names and that could not be rewritten."""
-        return [row for row, a in zip(rows, self.asked) if a.stamp.strict and row.refused]
+    @property
+    def own_warnings(self) -> list[str]:
+        """The warnings but the recipe's about missing blocks."""
+        advice = [line for model in self.models for line in self.policy.check_blocks(model)]
+        return [line for line in self.warnings if line not in advice]
 
-
-def _engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
-    if row.status != "rewritten":
-        return ""
-    layer = Layer(scheme, site.out_dtype, value(site.x).device)
-    names = [layer.engine(g).name if getattr(scheme, g) else "original" for g in GEMMS]
-    return names[0] if len(set(names)) == 1 else "/".join(names)
-
-
-def _bytes(
-    site: Site, row: rewrite.Row, scheme: Scheme, hidden: bool, seen: set
-) -> tuple[int, int]:
-    """Bytes kept for backward, now and without the rewrite; a shared input counts once.
-
-    ``hidden``: the layer's output is kept as well, for the derivative of a chain's activation.
-    """
-    x, n, k = value(site.x), site.out_features, site.in_features
-    if not torch.is_grad_enabled():
-        return 0, 0
-    m = math.prod(_hint(d) for d in x.shape[:-1])
-    output = m * n * acc_dtype(site.out_dtype).itemsize if hidden else 0
-    original = m * k * site.out_dtype.itemsize
-    key = (site.x, scheme.fprop and scheme.fprop[0], scheme.wgrad and scheme.wgrad[1])
-    fresh, fresh_original = key not in seen, site.x not in seen
-    seen.update((key, site.x))
-    if row.status != "rewritten":
-        return original * fresh_original, original * fresh_original
-    saved = activation_bytes(scheme, m, k, site.out_dtype) * fresh + weight_bytes(scheme, n, k)
-    return saved + output, original * fresh_original
-
-
-def _hint(d) -> int:
-    return d if isinstance(d, int) else int(d.node.hint or 1)
+    @property
+    def alone(self) -> bool:
+        """True where the graph is the forward of one linear, called from an eager frame."""
+        return any(asked.place is not None and asked.place.alone for asked in self.asked)

@@ -7,12 +7,18 @@ compile again when a module's stamp changes, it asks the frame that is being com
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
+import torch._dynamo
 from torch import nn
+from torch.fx import GraphModule
 
 from .kernels.errors import Fp4Error, PrecisionError
 
@@ -21,14 +27,14 @@ STAMP = "fp4_scheme"
 
 @dataclass(frozen=True)
 class Frame:
-    """The frame being compiled: its name and the names that sources are written in."""
+    """The frame being compiled: its code, and the names that sources are written in."""
 
-    name: str
+    code: CodeType
     scope: dict[str, Any]
 
 
 def current_frame() -> Frame | None:
-    """The frame that Dynamo is compiling; None outside of a compilation (an exported graph, say)."""
+    """The frame that Dynamo is compiling; None outside of a compilation (`torch.export`, say)."""
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     try:
@@ -36,7 +42,15 @@ def current_frame() -> Frame | None:
     except AttributeError:
         return None
     root = getattr(tx.output, "root_tx", None) or tx
-    return Frame(root.f_code.co_name, {"L": root.f_locals, "G": root.f_globals})
+    return Frame(root.f_code, {"L": root.f_locals, "G": root.f_globals})
+
+
+def ends_in_break(gm: GraphModule) -> bool:
+    """True where the frame's graph goes on after a graph break."""
+    return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
+# Sources -----------------------------------------------------------------------------------------
 
 
 def source_name(source: Any) -> str:
@@ -55,10 +69,14 @@ def _bases(source: Any) -> list[Any]:
 
 @dataclass(frozen=True)
 class Owner:
-    """Where a parameter lives: its module, the outermost module of the frame, and its own name."""
+    """Where a parameter lives: its module, the outermost module of the frame, and its own name.
+
+    ``source`` and ``root_source`` are how the frame reaches the two modules.
+    """
 
     source: Any
     module: nn.Module
+    root_source: Any
     root: nn.Module
     parameter: str
 
@@ -72,11 +90,35 @@ def owner(source: Any, frame: Frame) -> Owner | None:
             modules.append((base, value))
     if not modules:
         return None
-    (base, module), root = modules[0], modules[-1][1]
+    (base, module), (root_base, root) = modules[0], modules[-1]
     tensor = _evaluate(source, frame)
     names = itertools.chain(module._parameters.items(), module._buffers.items())
     name = next((n for n, t in names if t is tensor), source_name(source).rpartition(".")[2])
-    return Owner(base, module, root, name)
+    return Owner(base, module, root_base, root, name)
+
+
+def member(module: nn.Module, root: nn.Module, root_source: Any) -> Owner | None:
+    """The owner of the weight of a ``module`` inside ``root``; None where it is not inside."""
+    from torch._dynamo.source import AttrSource, DictGetItemSource
+
+    path = next((name for name, m in root.named_modules() if m is module), None)
+    if path is None:
+        return None
+    source = root_source
+    for key in path.split(".") if path else ():
+        source = DictGetItemSource(AttrSource(source, "_modules"), key)
+    return Owner(source, module, root_source, root, "weight")
+
+
+def frame_roots(gm: GraphModule, frame: Frame | None) -> dict[nn.Module, Any]:
+    """The outermost modules that the inputs of a captured graph belong to, with their sources."""
+    roots: dict[nn.Module, Any] = {}
+    for node in gm.graph.nodes if frame else ():
+        source = getattr(node.meta.get("grapharg"), "source", None)
+        found = owner(source, frame) if source is not None and frame else None
+        if found is not None:
+            roots.setdefault(found.root, found.root_source)
+    return roots
 
 
 def _evaluate(source: Any, frame: Frame) -> Any:
@@ -86,22 +128,40 @@ def _evaluate(source: Any, frame: Frame) -> Any:
         return None
 
 
-def guard_stamp(found: Owner) -> None:
+# Guards ------------------------------------------------------------------------------------------
+
+
+def guard_stamp(found: Owner, attribute: str) -> None:
     """Compile again when the owner's stamp changes, appears or goes away."""
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.source import AttrSource
+
+    source = AttrSource(found.source, attribute)
+    if hasattr(found.module, attribute):
+        _add_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+    elif "attr" in inspect.signature(GuardBuilder.HASATTR).parameters:
+        absent = functools.partial(GuardBuilder.HASATTR, attr=attribute)
+        _add_guard(found.source.make_guard(absent))
+    else:  # torch 2.11
+        _add_guard(source.make_guard(GuardBuilder.HASATTR))
+
+
+def guard_identity(found: Owner) -> None:
+    """Capture the frame again for every other module that it runs for."""
+    from torch._dynamo.guards import GuardBuilder
+
+    _add_guard(found.root_source.make_guard(GuardBuilder.ID_MATCH))
+
+
+def _add_guard(guard: Any) -> None:
     from torch._guards import TracingContext
 
     context = TracingContext.try_get()
-    if context is None:
-        return
-    guards = context.guards_context.dynamo_guards
-    if hasattr(found.module, STAMP):
-        source = AttrSource(found.source, STAMP)
-        guards.add(source.make_guard(GuardBuilder.EQUALS_MATCH))
-    else:
-        absent = functools.partial(GuardBuilder.HASATTR, attr=STAMP)
-        guards.add(found.source.make_guard(absent))
+    if context is not None:
+        context.guards_context.dynamo_guards.add(guard)
+
+
+# Errors and hooks --------------------------------------------------------------------------------
 
 
 def surface(error: Fp4Error) -> Exception:
@@ -125,16 +185,64 @@ def surface(error: Fp4Error) -> Exception:
     return type(cls.__name__, (cls, ShortenTraceback), body)(*args)
 
 
-def raise_recompile_limit(states: int) -> None:
-    """Allow ``states`` compiled variants of one frame beside Dynamo's own default number."""
-    config = torch._dynamo.config
-    config.recompile_limit = max(config.recompile_limit, 8 + states)
-    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, 256 + 8 * states)
+def eager_hook(hook: Callable) -> Callable:
+    """A hook that Dynamo inlines into a module's graph, but never compiles by itself.
+
+    Otherwise a hook that runs between two compiled frames would be compiled, and
+    `torch.compiler.is_compiling` be True in it.
+    """
+    torch._dynamo.eval_frame.skip_code(hook.__code__)
+    return hook
 
 
 def break_reasons() -> dict[str, int]:
     """Dynamo's graph-break reasons so far, with counts."""
     return dict(torch._dynamo.utils.counters["graph_break"])
+
+
+# The recompile limit -----------------------------------------------------------------------------
+# Dynamo counts the graphs of a function, whichever model, policy or backend they belong to, and at
+# `recompile_limit` it runs the function eagerly for all of them, without calling a backend.
+
+_graphs: weakref.WeakKeyDictionary[CodeType, list[weakref.ref]] = weakref.WeakKeyDictionary()
+_granted = [0, 0]  # what was added to Dynamo's limit, and the limit that this gave
+
+
+def graph_count(code: CodeType) -> int:
+    """How many graphs Dynamo keeps for a function."""
+    return len(torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code))  # type: ignore[attr-defined]
+
+
+def make_room(frame: Frame | None, root: nn.Module | None) -> None:
+    """Other models' graphs of the frame's function do not count against the limit of ``root``'s."""
+    if frame is None or root is None:
+        return
+    before = graph_count(frame.code)
+    mine = _graphs.setdefault(frame.code, [])
+    if not before:
+        mine.clear()
+    mine.append(weakref.ref(root))
+    allow_graphs(before + 1 - sum(ref() is root for ref in mine))
+
+
+def allow_graphs(others: int) -> None:
+    """Raise Dynamo's limit to its own number and ``others``."""
+    config = torch._dynamo.config
+    own = config.recompile_limit - (_granted[0] if config.recompile_limit == _granted[1] else 0)
+    limit = max(config.recompile_limit, own + others)
+    _granted[:] = limit - own, limit
+    more = limit - config.recompile_limit
+    config.recompile_limit = limit
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit + more, limit)
+
+
+def forget_graphs(codes: dict[CodeType, int]) -> None:
+    """Drop the graphs that were added to functions which had as many graphs as given before."""
+    for code, before in codes.items():
+        if not before:
+            torch._C._dynamo.eval_frame.reset_code(code)
+        else:
+            allow_graphs(graph_count(code))
 
 
 @functools.cache
@@ -152,7 +260,7 @@ def self_test() -> None:
             if node.op == "placeholder" and "grapharg" in node.meta:
                 found = owner(node.meta["grapharg"].source, frame) if frame else None
                 if found is not None:
-                    guard_stamp(found)
+                    guard_stamp(found, STAMP)
                     seen.append(getattr(found.module, STAMP, None))
         return gm
 

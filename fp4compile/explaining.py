@@ -6,32 +6,38 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from . import dynamo, stamping
-from .blocks import linears, unwrap
+from . import dynamo, stamping, watching
+from .blocks import clean_name, linears, unwrap
 from .choice import Choice
+from .describing import describe
 from .kernels.errors import Fp4Error
 from .policy import Policy
 from .report import Report, Row, reports
+
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 def explain(
     model: nn.Module,
     args: Sequence = (),
     kwargs: Mapping[str, Any] | None = None,
-    policy: Policy | str | None = None,
+    policy: Policy | str | Path | Mapping | None = None,
 ) -> Report:
     """One row for every linear of ``model``: scheme, rule, engine, saved bytes, status, reason.
 
     With example inputs the model is captured and rewritten, not compiled, and runs once in its
     original precision; its buffers, stamps and the random state are as before. Without, a model
     that was compiled with backend "fp4" and has run gives the report of those graphs.
-    ``policy``: a `Policy` or a file's path; default: the model's stamps, else recipe fp8-exact.
+    ``policy``: a `Policy`, a file's path or a dict; default: the model's stamps, else the recipe
+    fp8-exact.
 
     Raises:
         Fp4Error: where there is neither an example input nor a compiled graph to report on.
@@ -43,9 +49,9 @@ def explain(
 
     resolved = as_policy(policy)
     report = Report(resolved.name)
-    with _as_before(inner), _eager_runs(inner) as eager:
+    with _as_before(inner), watching.unwatched(), _eager_runs(inner) as eager:
         reasons = dynamo.break_reasons()
-        _capture(inner, args, dict(kwargs or {}), _collector(report, resolved, policy is not None))
+        _capture(inner, args, dict(kwargs or {}), report, resolved, policy is not None)
         new = {r: n for r, n in dynamo.break_reasons().items() if n > reasons.get(r, 0)}
     _add_missing(report, inner, resolved, eager, next(iter(new), ""))
     return report
@@ -53,25 +59,47 @@ def explain(
 
 def _takes_nothing(model: nn.Module) -> bool:
     parameters = inspect.signature(model.forward).parameters.values()
-    return all(p.default is not p.empty or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+    various = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    return all(p.default is not p.empty or p.kind in various for p in parameters)
 
 
 def _recorded(model: nn.Module) -> Report:
     report = reports.of(model)
     if report is None:
+        parts = [n for n, m in model.named_modules() if n and reports.of(m) is not None]
+        how = f"was compiled in parts ({', '.join(parts[:3])}, ...)" if parts else (
+            "has not run under backend 'fp4' yet"
+        )
         raise Fp4Error(
-            f"explain: {type(model).__name__} has not run under backend 'fp4' yet; give example"
-            " inputs: fp4.explain(model, args=(x,))"
+            f"explain: {type(model).__name__} {how}; give example inputs:"
+            " fp4.explain(model, args=(x,))"
         )
     complete = Report(report.policy, list(report.rows), report.graphs)
-    eager = {
-        m for m in linears(model) if m.__dict__.get(stamping.INFO, {}).get("eager")
-    }
+    rows: dict[str, list[Row]] = {}
+    for module, (name, *_) in linears(model).items():
+        stamp = str(stamping.stamp_of(module) or "")
+        found = reports.variant(model, name, stamp) or _served(model, module, name, stamp)
+        if found:
+            rows[name] = found
+    complete.replace(rows)
+    eager = {module for module in linears(model) if watching.eager_runs(module)}
     _add_missing(complete, model, None, eager, "")
     return complete
 
 
-def _collector(report: Report, policy: Policy, explicit: bool) -> Callable:
+def _served(model: nn.Module, module: nn.Module, name: str, stamp: str) -> list[Row]:
+    """The row of a layer that runs in the graph of another one with an equal stamp."""
+    for prefix, holder in model.named_modules():
+        if any(m is module for m in holder.modules()) and not watching.eager_runs(module):
+            relative = name.removeprefix(clean_name(prefix)).removeprefix(".")
+            row = reports.shared(model, (type(holder), relative, stamp))
+            own = stamping.stamp_of(module)
+            if row is not None and own is not None:
+                return [replace(row, fqn=name, rule=own.decision(row.chain is not None).rule)]
+    return []
+
+
+def _collector(report: Report, policy: Policy, explicit: bool, codes: dict) -> Callable:
     """A backend that rewrites a copy of each graph for the report and runs the graph as it was."""
     from .kernels import ops  # noqa: F401 - defines torch.ops.fp4
     from .passes.rewrite import rewrite
@@ -79,31 +107,39 @@ def _collector(report: Report, policy: Policy, explicit: bool) -> Callable:
     def backend(gm: GraphModule, inputs: list) -> Callable:
         original = copy.deepcopy(gm)
         try:
-            choice = Choice(gm, policy, explicit)
-            rows = rewrite(gm, choice).rows
-            report.add(choice.describe(rows), torch.is_grad_enabled())
+            choice = Choice(gm, policy, explicit, explaining=True)
+            described = describe(choice, rewrite(gm, choice).rows, gm)
+            report.policy = choice.label
+            report.add([each.row for each in described], torch.is_grad_enabled())
         except Fp4Error as error:
             raise dynamo.surface(error) from None
+        if choice.places.frame is not None:
+            code = choice.places.frame.code
+            codes.setdefault(code, dynamo.graph_count(code))
         return original.forward
 
     return backend
 
 
-def _capture(model: nn.Module, args: Sequence, kwargs: dict, backend: Callable) -> None:
-    compiled = torch.compile(model, backend=backend)
+def _capture(
+    model: nn.Module, args: Sequence, kwargs: dict, report: Report, policy: Policy, explicit: bool
+) -> None:
+    codes: dict = {}
+    compiled = torch.compile(model, backend=_collector(report, policy, explicit, codes))
     config = torch._dynamo.config
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
     with config.patch(limits), torch.random.fork_rng():
         compiled(*args, **kwargs)
+    dynamo.forget_graphs(codes)
 
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Put buffers, stamps and watches back as they were."""
+    """Put buffers, stamps, hooks and attributes back as they were."""
     buffers = {name: b.clone() for name, b in model.named_buffers() if b is not None}
-    keys = (stamping.STAMP, stamping.INFO)
-    stamps = {m: {k: m.__dict__[k] for k in keys if k in m.__dict__} for m in model.modules()}
-    hooks = {m: dict(m._forward_pre_hooks) for m in model.modules()}
+    modules = list(model.modules())
+    attributes = [dict(m.__dict__) for m in modules]
+    hooks = [[dict(getattr(m, table)) for table in HOOKS] for m in modules]
     try:
         yield
     finally:
@@ -111,12 +147,14 @@ def _as_before(model: nn.Module) -> Iterator[None]:
             for name, buffer in model.named_buffers():
                 if name in buffers:
                     buffer.copy_(buffers[name])
-        for module, before in stamps.items():
-            for key in keys:
-                module.__dict__.pop(key, None)
-            module.__dict__.update(before)
-            for key in [k for k in module._forward_pre_hooks if k not in hooks[module]]:
-                del module._forward_pre_hooks[key]
+        for module, before, tables in zip(modules, attributes, hooks):
+            for key in [k for k in module.__dict__ if k not in before]:
+                del module.__dict__[key]
+            for key in [k for k in before if k.startswith(stamping.STAMP) or k == stamping.INFO]:
+                module.__dict__[key] = before[key]
+            for table, kept in zip(HOOKS, tables):
+                for key in [k for k in getattr(module, table) if k not in kept]:
+                    del getattr(module, table)[key]
 
 
 @contextmanager
@@ -128,6 +166,7 @@ def _eager_runs(model: nn.Module) -> Iterator[set[nn.Module]]:
         if not torch.compiler.is_compiling():
             seen.add(module)
 
+    dynamo.eager_hook(hook)
     handles = [module.register_forward_pre_hook(hook) for module in linears(model)]
     try:
         yield seen

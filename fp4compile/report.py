@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -83,16 +83,23 @@ class Report:
         A graph without gradients says nothing new about a layer that is known already.
         """
         self.graphs += 1
-        known = {row.fqn: i for i, row in enumerate(self.rows) if row.fqn}
-        fresh = [row for row in rows if training or row.fqn not in known]
+        known = {row.fqn for row in self.rows}
         offset = 1 + max((r.chain for r in self.rows if r.chain is not None), default=-1)
-        for row in fresh:
+        fresh: dict[str, list[Row]] = {}
+        for row in rows:
             if row.chain is not None:
                 row = replace(row, chain=offset + row.chain)
-            if row.fqn in known:
-                self.rows[known[row.fqn]] = row
-            else:
-                self.rows.append(row)
+            if training or row.fqn not in known:
+                fresh.setdefault(row.fqn, []).append(row)
+        self.replace(fresh)
+
+    def replace(self, fresh: dict[str, list[Row]]) -> None:
+        """Put rows in the place of those of the same layers; new layers come last."""
+        rows: list[Row] = []
+        for row in self.rows:
+            rows += fresh.get(row.fqn, [row])
+            fresh = {**fresh, row.fqn: []}
+        self.rows = rows + [row for group in fresh.values() for row in group]
         self._number_chains()
 
     def _number_chains(self) -> None:
@@ -105,7 +112,7 @@ class Report:
     def nothing(self) -> str:
         """One line that says why nothing was rewritten."""
         if not self.rows:
-            return f"policy {self.policy}: nothing was rewritten, the model has no linear layers"
+            return f"policy {self.policy}: nothing was rewritten, no graph holds a linear layer"
         reasons: dict[str, int] = {}
         for row in self.rows:
             reasons[row.reason] = reasons.get(row.reason, 0) + 1
@@ -146,8 +153,8 @@ def cells(row: Row) -> tuple[str, ...]:
     chain = "" if row.chain is None else str(row.chain)
     saved = human(row.saved_bytes) if row.saved_bytes else ""
     return (
-        row.fqn, row.shape, row.scheme_name, chain, row.rule, row.engine, saved, row.status,
-        row.reason,
+        row.fqn or "(the model)", row.shape, row.scheme_name, chain, row.rule, row.engine, saved,
+        row.status, row.reason,
     )  # fmt: skip
 
 
@@ -164,26 +171,62 @@ def render(report: Report) -> str:
     return "\n".join(lines)
 
 
+@dataclass
+class _Record:
+    """A model's report, and what each layer's row is under every stamp that was compiled.
+
+    ``shared``: rows of graphs that serve other layers as well, by what these have in common.
+    """
+
+    report: Report
+    variants: dict[tuple[str, str], list[Row]] = field(default_factory=dict)
+    shared: dict[tuple, Row] = field(default_factory=dict)
+
+
 class Reports:
     """The reports of every model compiled in this process, by its outermost module."""
 
     def __init__(self) -> None:
-        self._by_root: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+        self._by_root: weakref.WeakKeyDictionary[nn.Module, _Record] = weakref.WeakKeyDictionary()
 
-    def record(self, root: nn.Module | None, policy: str, rows: list[Row]) -> Report:
-        """Add a graph's rows to the report of ``root``; a new policy starts a new report."""
-        if root is None:
-            report = Report(policy)
-        else:
-            report = self._by_root.setdefault(root, Report(policy))
-            if report.policy != policy:
-                report = self._by_root[root] = Report(policy)
-        report.add(rows, torch.is_grad_enabled())
-        return report
+    def record(
+        self,
+        root: nn.Module | None,
+        policy: str,
+        rows: list[Row],
+        stamps: Sequence[str] = (),
+        shared: Sequence[tuple | None] = (),
+    ) -> Report:
+        """Add a graph's rows to the report of ``root``; a new policy starts a new report.
+
+        ``stamps`` and ``shared`` belong to the rows, one each.
+        """
+        record = self._by_root.get(root) if root is not None else None
+        if record is None or record.report.policy != policy:
+            record = _Record(Report(policy))
+            if root is not None:
+                self._by_root[root] = record
+        record.report.add(rows, torch.is_grad_enabled())
+        variants: dict[tuple[str, str], list[Row]] = {}
+        for row, stamp in zip(rows, stamps):
+            variants.setdefault((row.fqn, stamp), []).append(row)
+        if torch.is_grad_enabled():
+            record.variants.update(variants)
+        record.shared.update({key: row for row, key in zip(rows, shared) if key is not None})
+        return record.report
 
     def of(self, root: nn.Module) -> Report | None:
         """What was recorded for ``root``, or None."""
-        return self._by_root.get(root)
+        record = self._by_root.get(root)
+        return record.report if record is not None else None
+
+    def variant(self, root: nn.Module, fqn: str, stamp: str) -> list[Row] | None:
+        """The rows of a layer in the graphs that were compiled for ``stamp``."""
+        return self._by_root[root].variants.get((fqn, stamp))
+
+    def shared(self, root: nn.Module, key: tuple) -> Row | None:
+        """The row of a layer whose graph serves the layer that ``key`` describes."""
+        return self._by_root[root].shared.get(key)
 
 
 reports = Reports()

@@ -1,16 +1,111 @@
-"""Which model is being compiled: Dynamo hands over one frame, which may be a part of it."""
+"""Which model is being compiled, and which of its layers a site of the captured graph is.
+
+Dynamo hands over one frame, which may be a part of the model, and one of the names of a tensor,
+which may be another module's (tied weights).
+"""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from types import FrameType
 
 from torch import nn
+from torch.fx import GraphModule, Node
 
-from .blocks import unwrap
+from . import dynamo
+from .blocks import clean_name, is_linear, linears, unwrap
+from .passes.names import module_id, source_of
+from .passes.sites import Site
+from .stamping import attribute_of, parameter_name
 
 # Dynamo's wrapper around every compiled callable; frames outside of it are not being compiled.
 ENTRY = ("compile_wrapper", "_fn")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a site's weight lives: its owner, the model of the compiled call, its name in it.
+
+    ``attribute`` of the owner's module holds the layer's stamp.
+    """
+
+    owner: dynamo.Owner
+    model: nn.Module
+    name: str
+    attribute: str
+
+    @property
+    def below_break(self) -> bool:
+        """True where the frame is only a part of the model."""
+        return self.model is not unwrap(self.owner.root)
+
+    @property
+    def relative(self) -> str:
+        """The layer's name in the frame."""
+        inner = unwrap(self.owner.root)
+        prefix = next((n for n, m in self.model.named_modules() if m is inner), "")
+        return self.name.removeprefix(clean_name(prefix)).removeprefix(".")
+
+    @property
+    def alone(self) -> bool:
+        """True where the frame is the forward of this one layer."""
+        return self.owner.module is self.owner.root
+
+
+class Places:
+    """The places of the sites of one captured graph."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.frame = dynamo.current_frame()
+        self.roots = dynamo.frame_roots(gm, self.frame)
+        self.breaks = dynamo.ends_in_break(gm)
+        self._linears = {id(m): (m, root) for root in self.roots for m in linears(root)}
+        self._models: dict[nn.Module, nn.Module] = {}
+        self._names: dict[nn.Module, dict[nn.Module, str]] = {}
+
+    def of(self, site: Site) -> Place | None:
+        """The place of ``site``; None where no module leads to its weight."""
+        owner = self._owner(site)
+        return self._place(owner) if owner is not None else None
+
+    def of_input(self, node: Node) -> Place | None:
+        """The place of a graph's input; None where no module leads to it."""
+        source = source_of(node)
+        if node.op != "placeholder" or source is None or self.frame is None:
+            return None
+        owner = dynamo.owner(source, self.frame)
+        return self._place(owner) if owner is not None else None
+
+    def _place(self, owner: dynamo.Owner) -> Place:
+        model = self.model(owner)
+        parameter = "weight" if is_linear(owner.module) else owner.parameter
+        name = parameter_name(self._name(owner.module, model), parameter)
+        return Place(owner, model, name, attribute_of(parameter))
+
+    def _owner(self, site: Site) -> dynamo.Owner | None:
+        """By the linear whose forward has the site; else by the weight's source.
+
+        The source of a tied or parametrized weight is not the linear's.
+        """
+        found = None
+        if site.source is not None and self.frame is not None:
+            found = dynamo.owner(site.source, self.frame)
+        called = self._linears.get(module_id(site.node) or 0) if len(site.origins) == 1 else None
+        if called is None or (found is not None and found.module is called[0]):
+            return found
+        return dynamo.member(called[0], called[1], self.roots[called[1]]) or found
+
+    def model(self, owner: dynamo.Owner) -> nn.Module:
+        """The outermost module of the compiled call that holds ``owner``."""
+        if owner.root not in self._models:
+            self._models[owner.root] = entry_root(owner.module, owner.root)
+        return self._models[owner.root]
+
+    def _name(self, module: nn.Module, model: nn.Module) -> str:
+        if model not in self._names:
+            self._names[model] = {m: clean_name(name) for name, m in model.named_modules()}
+        return self._names[model].get(module, type(module).__name__)
 
 
 def entry_root(module: nn.Module, inner: nn.Module) -> nn.Module:

@@ -1,20 +1,25 @@
-"""Stamps: each linear of a model carries its scheme, so that any way of compiling it agrees.
+"""Stamps: each layer of a model carries its scheme, so that any way of compiling it agrees.
 
 Dynamo compiles a block once and runs the graph for every block of its class, and below a graph
 break it sees submodules without their names. A stamp (``module.fp4_scheme``, a text) is guarded by
 the compiled graph: equal stamps share a graph, a changed stamp compiles again.
+
+A linear's stamp is ``fp4_scheme``; that of another matrix which a module owns, ``w1`` say, which
+may be the weight of an ``F.linear``, is ``fp4_scheme_w1``.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from . import dynamo
-from .kernels.errors import PolicyError, PrecisionError
+from . import dynamo, watching
+from .blocks import clean_name, find_blocks, is_linear
+from .kernels.errors import PolicyError
 from .notices import warn
 from .policy import Policy, Resolution
 from .stamp import Stamp
@@ -23,25 +28,29 @@ INFO = "fp4_info"
 STAMP = dynamo.STAMP
 
 
-def apply(model: nn.Module, policy: Policy | str, step: int | None = None) -> dict[str, str]:
+def apply(
+    model: nn.Module, policy: Policy | str | Path | Mapping, step: int | None = None
+) -> dict[str, str]:
     """Stamp every linear of ``model`` with its scheme under ``policy`` at training step ``step``.
 
     Needed before compiling block by block, under FSDP2 and for phases; on a running compiled model
     it takes effect at the next call (one compilation per new state, none on return). Returns the
-    stamps by layer name. ``policy`` is a `Policy` or a file's path.
+    stamps by layer name. ``policy`` is a `Policy`, a file's path or a dict.
 
     Raises:
         PolicyError: for a policy that cannot be used, or that names no layer when strict.
         PrecisionError: where this version of torch cannot guard stamps.
     """
+    from .backend import as_policy
+
     dynamo.self_test()
-    policy = policy if isinstance(policy, Policy) else Policy.load(policy)
+    policy = as_policy(policy)
     resolution = policy.resolve(model, step)
     for warning in resolution.warnings:
         warn(warning)
-    stamp_modules(model, resolution, digest(policy))
+    stamp_modules(model, policy, resolution, step)
     states = len({str(s) for s in resolution.values()}) * (1 + len(policy.phases))
-    dynamo.raise_recompile_limit(2 * states)
+    dynamo.allow_graphs(2 * states)
     return {name: str(stamp) for name, stamp in resolution.items()}
 
 
@@ -50,35 +59,75 @@ def digest(policy: Policy) -> str:
     return hashlib.sha256(str(policy).encode()).hexdigest()[:16]
 
 
-def stamp_modules(model: nn.Module, resolution: Resolution, policy: str) -> None:
-    """Write stamps, what `explain` says about them, and the watch on each linear."""
-    names: dict[Stamp, str] = {}
-    by_module = _names(model)
-    for module, stamp in resolution.modules.items():
-        setattr(module, STAMP, names.setdefault(stamp, str(stamp)))
-        info = {
-            "policy": policy,
-            "name": by_module.get(module, ""),
-            "strict": stamp.strict,
-            "rules": [(d.scheme_name, d.rule) for d in (stamp.chain, stamp.plain)],
-        }
-        module.__dict__[INFO] = info
-        watch(module, stamp)
+def stamp_modules(
+    model: nn.Module,
+    policy: Policy,
+    resolution: Resolution,
+    step: int | None = None,
+    automatic: bool = False,
+) -> None:
+    """Write stamps and what `explain` says about them; watch each linear.
+
+    ``automatic``: by the backend, below a graph break; stamps of another policy may replace these.
+    """
+    texts: dict[Stamp, str] = {}
+    base = {"policy": digest(policy), "label": policy.name, "automatic": automatic}
+    for module, name, attribute, stamp in _stamps(model, policy, resolution, step):
+        if automatic and _by_user(module, attribute):
+            continue
+        setattr(module, attribute, texts.setdefault(stamp, str(stamp)))
+        info = module.__dict__.setdefault(INFO, {})
+        rules = [(d.scheme_name, d.rule) for d in (stamp.chain, stamp.plain)]
+        info.update(base, rules={**info.get("rules", {}), attribute: rules})
+        if attribute == STAMP:
+            info["name"] = name
+        if is_linear(module):
+            watching.watch(module, stamp, name)
 
 
-def _names(model: nn.Module) -> dict[nn.Module, str]:
-    from .blocks import linears
-
-    return {module: names[0] for module, names in linears(model).items()}
+def _by_user(module: nn.Module, attribute: str) -> bool:
+    return attribute in module.__dict__ and not module.__dict__.get(INFO, {}).get("automatic")
 
 
-def stamp_of(module: nn.Module) -> Stamp | None:
+def _stamps(
+    model: nn.Module, policy: Policy, resolution: Resolution, step: int | None
+) -> Iterator[tuple[nn.Module, str, str, Stamp]]:
+    """Every matrix of the model: (module, name, attribute, stamp)."""
+    blocks = find_blocks(model)
+    for fqn, module in model.named_modules():
+        name = clean_name(fqn)
+        if module in resolution.modules:
+            yield module, name, STAMP, resolution.modules[module]
+            continue
+        for parameter, tensor in module._parameters.items():
+            if tensor is not None and tensor.ndim == 2 and not is_linear(module):
+                full = parameter_name(name, parameter)
+                block = blocks.block_of(full) if blocks else None
+                yield module, full, attribute_of(parameter), policy.stamp_for(full, block, step)
+
+
+def attribute_of(parameter: str) -> str:
+    """The attribute of a module that holds the stamp of one of its parameters."""
+    return STAMP if parameter == "weight" else f"{STAMP}_{parameter}"
+
+
+def parameter_name(module: str, parameter: str) -> str:
+    """The name of a layer by its weight: the module's own name where it is called ``weight``."""
+    return ".".join(word for word in (module, parameter) if word and word != "weight")
+
+
+def name_of(module: nn.Module) -> str:
+    """The name that a stamped module has in its model; "" if it is not stamped."""
+    return module.__dict__.get(INFO, {}).get("name", "")
+
+
+def stamp_of(module: nn.Module, attribute: str = STAMP) -> Stamp | None:
     """The stamp that a module carries, with the rules that `apply` wrote beside it."""
-    text = module.__dict__.get(STAMP)
+    text = module.__dict__.get(attribute)
     if text is None:
         return None
     stamp = Stamp.parse(text)
-    rules = module.__dict__.get(INFO, {}).get("rules")
+    rules = module.__dict__.get(INFO, {}).get("rules", {}).get(attribute)
     if rules is None:
         return stamp
     decisions = [
@@ -86,6 +135,17 @@ def stamp_of(module: nn.Module) -> Stamp | None:
         for d, (name, rule) in zip((stamp.chain, stamp.plain), rules)
     ]
     return Stamp(*decisions, stamp.strict)
+
+
+def label_of(module: nn.Module) -> str | None:
+    """The name of the policy that a module was stamped with."""
+    return module.__dict__.get(INFO, {}).get("label")
+
+
+def outdated(module: nn.Module, policy: Policy) -> bool:
+    """True for stamps that the backend wrote for another policy than ``policy``."""
+    info: dict[str, Any] = module.__dict__.get(INFO, {})
+    return bool(info.get("automatic")) and info["policy"] != digest(policy)
 
 
 def check_agreement(module: nn.Module, policy: Policy) -> None:
@@ -97,49 +157,6 @@ def check_agreement(module: nn.Module, policy: Policy) -> None:
     info = module.__dict__.get(INFO)
     if info is not None and info["policy"] != digest(policy):
         raise PolicyError(
-            f'{policy.name}: layer {info["name"]!r} is stamped with another policy; drop'
+            f"{policy.name}: layer {name_of(module)!r} is stamped with another policy; drop"
             ' options={"policy": ...} or call fp4.apply(model, policy) with this one'
         )
-
-
-# A watch sees a layer run outside of every compiled graph ----------------------------------------
-
-
-def watch(module: nn.Module, stamp: Stamp | None = None) -> None:
-    """Notice when ``module`` runs eagerly although ``stamp`` names it. Compiled calls cost nothing."""
-    if stamp is not None and stamp.original:
-        module.__dict__.setdefault(INFO, {})["watch"] = "off"
-        return
-    info = module.__dict__.setdefault(INFO, {})
-    info["watch"] = "on" if stamp is None or not stamp.plain.scheme.original else "chain"
-    if _notice not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_notice)
-
-
-def seen_in_graph(module: nn.Module, rewritten: bool) -> None:
-    """Record that a compiled graph holds ``module``: what it does there is known from now on."""
-    info = module.__dict__.setdefault(INFO, {})
-    if info.get("watch") == "chain":
-        info["watch"] = "on" if rewritten else "off"
-
-
-def _notice(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    info = module.__dict__.get(INFO, {})
-    state = info.get("watch", "off")
-    if state == "off":
-        return
-    info["eager"] = info.get("eager", 0) + 1
-    name, doubt = info.get("name") or type(module).__name__, ""
-    if state == "chain":
-        doubt = " (unless it is in no chain)"
-    message = (
-        f"layer {name!r} ran outside every compiled graph, in its original precision, although"
-        f" rule {info['rules'][0][1]!r} names it{doubt}: Dynamo skipped its frame or hit its"
-        " recompile limit; see fp4.explain"
-    )
-    if info.get("strict"):
-        raise PrecisionError(message)
-    if info["eager"] == 1:
-        warn(message)

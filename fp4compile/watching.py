@@ -1,0 +1,215 @@
+"""Notice a layer that runs outside of every compiled graph although its policy names it.
+
+Dynamo skips frames and stops at its recompile limit without asking the backend. Hooks on the
+linears see these runs; in compiled graphs the hooks are inlined to nothing. Whether a layer that
+ran eagerly is part of an MLP chain (``chain: mlp``) is read off the autograd graph: without
+gradients such a layer is noticed only if a compiled graph has shown its chain before.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import dynamo
+from .kernels.errors import PrecisionError
+from .notices import warn
+from .stamp import Stamp
+
+ACTIVATIONS = {"Gelu", "Relu", "Silu", "Tanh", "Sigmoid", "Erf", "Threshold", "LeakyRelu", "Elu"}
+ACTIVATIONS |= {"Mish", "Hardswish", "Hardtanh", "Clamp", "ClampMin", "Softplus"}
+BETWEEN = {"Mul", "Add", "Sub", "Rsub", "Div", "Neg", "Pow", "Exp", "Reciprocal", "NativeDropout"}
+BETWEEN |= {"View", "UnsafeView", "ReshapeAlias", "Reshape", "Clone", "ToCopy", "Squeeze"}
+BETWEEN |= {"Unsqueeze", "Alias"}
+LIMIT = 48  # autograd nodes between two linears
+KEY = "fp4_layer"
+
+
+@dataclass
+class Watch:
+    """A linear's name and stamp; ``in_chain``: None until a graph or an eager run shows it."""
+
+    name: str
+    stamp: Stamp
+    in_chain: bool | None = None
+    eager: int = 0
+    told: bool = False
+
+    @property
+    def names(self) -> list[bool]:
+        """Whether the policy names the layer, in each of the cases that are possible."""
+        cases = (True, False) if self.in_chain is None else (self.in_chain,)
+        return [not self.stamp.decision(case).scheme.original for case in cases]
+
+
+@dataclass
+class _State(threading.local):
+    quiet: bool = False
+    open: list[list[Any]] = field(default_factory=list)
+
+
+_watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
+_state = _State()
+
+
+def watch(module: nn.Module, stamp: Stamp, name: str) -> None:
+    """Notice when ``module`` runs eagerly although ``stamp`` names it."""
+    if _state.quiet:
+        return
+    known = _watches.get(module)
+    if known is None or known.stamp != stamp:
+        chain = known.in_chain if known is not None else None
+        _watches[module] = Watch(name, stamp, chain)
+    if not stamp.original and _before not in module._forward_pre_hooks.values():
+        module.register_forward_pre_hook(_before)
+        module.register_forward_hook(_after)
+
+
+def seen_in_graph(module: nn.Module, in_chain: bool) -> None:
+    """Record what a compiled graph shows: whether ``module`` is in a chain."""
+    known = _watch_of(module)
+    if known is not None:
+        known.in_chain = in_chain
+
+
+def eager_runs(module: nn.Module) -> int:
+    """How often ``module`` ran outside of every compiled graph while it was watched."""
+    known = _watch_of(module)
+    return known.eager if known is not None else 0
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Eager runs are on purpose meanwhile."""
+    before, _state.quiet = _state.quiet, True
+    try:
+        yield
+    finally:
+        _state.quiet = before
+
+
+def own_frame(compiled: Callable) -> Callable:
+    """``compiled`` is the graph of a linear's own forward, whose hooks run outside of it."""
+
+    def call(*args: Any) -> Any:
+        if _state.open:
+            _state.open[-1][1] = True
+        return compiled(*args)
+
+    return call
+
+
+def _watch_of(module: nn.Module) -> Watch | None:
+    """The watch; that of a copied or unpickled module is made from its stamp."""
+    if module not in _watches:
+        from .stamping import name_of, stamp_of
+
+        stamp = stamp_of(module)
+        if stamp is not None:
+            _watches[module] = Watch(name_of(module) or type(module).__name__, stamp)
+    return _watches.get(module)
+
+
+def _before(module: nn.Module, args: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _enter(module, args)
+
+
+def _after(module: nn.Module, args: Any, out: Any) -> None:
+    if not torch.compiler.is_compiling():
+        _leave(module, args, out)
+
+
+dynamo.eager_hook(_before)
+dynamo.eager_hook(_after)
+
+
+@torch._dynamo.disable
+def _enter(module: nn.Module, args: Any) -> None:
+    if _may_compile_alone(module):
+        _state.open.append([module, False])
+    else:
+        _ran(module, args)
+
+
+@torch._dynamo.disable
+def _leave(module: nn.Module, args: Any, out: Any) -> None:
+    compiled = False
+    if _may_compile_alone(module):
+        while _state.open:
+            opened, compiled = _state.open.pop()
+            if opened is module:
+                break
+        if not compiled:
+            _ran(module, args)
+    known = _watch_of(module)
+    doubtful = known is not None and known.in_chain is None and any(known.names)
+    if doubtful and not compiled and isinstance(out, Tensor) and out.grad_fn is not None:
+        out.grad_fn.metadata[KEY] = weakref.ref(module)
+
+
+def _may_compile_alone(module: nn.Module) -> bool:
+    """False for torch's own forward, which Dynamo never captures as a frame of its own."""
+    return type(module).forward is not nn.Linear.forward
+
+
+def _ran(module: nn.Module, args: Any) -> None:
+    known = _watch_of(module)
+    if known is None or _state.quiet:
+        return
+    known.eager += 1
+    if known.in_chain is None and any(known.names):
+        for other in _chain_behind(args):
+            for found in (_watch_of(other), known):
+                if found is not None:
+                    found.in_chain = True
+        for other in _chain_behind(args):
+            _alarm(_watch_of(other))
+    if all(known.names):
+        _alarm(known)
+
+
+def _alarm(known: Watch | None) -> None:
+    if known is None or not all(known.names):
+        return
+    rule = known.stamp.decision(bool(known.in_chain)).rule
+    message = (
+        f"layer {known.name!r} ran outside every compiled graph, in its original precision,"
+        f" although rule {rule!r} names it: Dynamo skipped its frame or hit its recompile limit;"
+        " see fp4.explain"
+    )
+    if known.stamp.strict:
+        raise PrecisionError(message)
+    if not known.told:
+        known.told = True
+        warn(message)
+
+
+def _chain_behind(args: Any) -> list[nn.Module]:
+    """The linears that ran eagerly, through an activation of which ``args[0]`` was made."""
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or x.grad_fn is None:
+        return []
+    todo, seen, linears, active = [x.grad_fn], set(), [], False
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        module = node.metadata.get(KEY, lambda: None)()
+        kind = node.name().partition("Backward")[0]
+        if module is not None:
+            linears.append(module)
+        elif kind not in ACTIVATIONS | BETWEEN or len(seen) > LIMIT:
+            return []
+        else:
+            active = active or kind in ACTIVATIONS
+            todo += [following for following, _ in node.next_functions]
+    return linears if active and len(linears) <= 2 else []
