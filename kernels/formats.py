@@ -6,6 +6,7 @@ arguments:
     nvfp4:row:fp8_exact        NVFP4, one outer scale a row, block scales limited to the FP8-exact set
     nvfp4:tensor:tile          NVFP4 weight in 16x16 tiles
     nvfp4:row:four_over_six    with the four-over-six scale search
+    nvfp4:row:fp8_exact:half   FP8-exact with the scale search in FP16 arithmetic
     mxfp8:32:sr                MXFP8, blocks of 32, stochastic rounding
 
     fprop(nvfp4:row:fp8_exact, nvfp4:tensor:fp8_exact) dgrad(mxfp8:row:sr, fprop) wgrad(mxfp8:row:sr:fold, fprop)
@@ -28,6 +29,7 @@ Search = None | str | tuple[float, ...]
 FORMATS = ("nvfp4", "mxfp8", "mxfp4", "s2f6")
 BLOCK = {"nvfp4": 16, "mxfp8": 32, "mxfp4": 32, "s2f6": 32}
 BITS = {"nvfp4": 4, "mxfp8": 8, "mxfp4": 4, "s2f6": 8}
+SEARCHES = ("four_over_six", "half")
 # What each keyword may say, per format; the first word is the default.
 CHOICES: dict[str, dict[str, tuple]] = {
     "nvfp4": {
@@ -103,16 +105,19 @@ class TensorFormat:
             return
         if self.format != "nvfp4":
             raise FormatError(f"{self.format} has no scale_search")
-        if isinstance(search, str) and search != "four_over_six":
-            raise FormatError(f"scale_search={search!r} is neither four_over_six nor a list")
+        if isinstance(search, str) and search not in SEARCHES:
+            raise FormatError(f"scale_search={search!r} is none of {', '.join(SEARCHES)}, a list")
         if isinstance(search, tuple) and not (search and all(0 < f < float("inf") for f in search)):
             raise FormatError("scale_search: a list of positive factors is needed")
         if self.rounding == "stochastic":
             raise FormatError("a scale search cannot be combined with stochastic rounding (biased)")
         if self.block == "tile":
             raise FormatError("a scale search cannot be combined with 16x16 tiles")
-        if self.block_scales == "fp8_exact":
-            raise FormatError("fp8_exact block scales have a search of their own: no scale_search")
+        if (search == "half") != (self.block_scales == "fp8_exact"):
+            raise FormatError(
+                "scale_search: half belongs to block_scales: fp8_exact, which has no other search"
+                " beside its own in FP32"
+            )
 
     @property
     def stochastic(self) -> bool:
@@ -175,6 +180,7 @@ def _keyword(name: str, word: str) -> dict:
         "tile": {"block": "tile"},
         "fp8_exact": {"block_scales": "fp8_exact"},
         "four_over_six": {"scale_search": "four_over_six"},
+        "half": {"scale_search": "half"},
         "had16": {"rotation": 16},
         "had32": {"rotation": 32},
         "32": {"block": 32},

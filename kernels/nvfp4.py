@@ -27,7 +27,7 @@ Candidate = tuple[Tensor, Tensor]  # block scale bytes and the factor of the ele
 
 def factors(fmt: TensorFormat) -> tuple[float, ...]:
     """The multiples of the plain block scale that are tried, in order."""
-    if fmt.scale_search is None:
+    if fmt.scale_search in (None, "half"):
         return (1.0,)
     return FOUR_OVER_SIX if isinstance(fmt.scale_search, str) else fmt.scale_search
 
@@ -139,6 +139,57 @@ def _exact_candidates(scaled: Tensor) -> Iterator[Candidate]:
         yield torch.where(b == 0, 0, table[j]), inverses[j]
 
 
+def _half_search(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales of the FP8-exact search in FP16 arithmetic (docs/numerics.md).
+
+    In units of the power of two of the first candidate: v = |x S| rounded to FP16; a candidate's
+    code rounds v x (1/s) to nearest, ties away from zero; its error is the sum of FP16 squares over
+    even and over odd elements, each in order, and of the two sums.
+    """
+    table = exact_scales(scaled.device)
+    values = decode(table, E4M3)
+    b = scaled.abs().amax(-1)
+    first = torch.bucketize(b, 6 * values[:-1])
+    unit = (values[first].view(torch.int32) & 0x7F800000).view(torch.float32)
+    v = (scaled.abs() * _over(1.0, unit)[..., None]).to(torch.float16)
+    best: tuple[Tensor, Tensor, Tensor] | None = None
+    for step in (0, 1, -1):
+        j = (first + step).clamp_(0, EXACT_COUNT - 1)
+        steps, error = _half_candidate(v, values[j] / unit)
+        if best is None:
+            best = steps, j, error
+            continue
+        better = error < best[2]
+        best = (
+            torch.where(better[..., None], steps, best[0]),
+            torch.where(better, j, best[1]),
+            torch.where(better, error, best[2]),
+        )
+    assert best is not None
+    sign = scaled.view(torch.int32) < 0
+    codes = best[0].to(torch.uint8) | (sign * 8).to(torch.uint8)
+    empty = b == 0
+    return torch.where(empty[..., None], 0, codes), torch.where(empty, 0, table[best[1]])
+
+
+def _half_candidate(v: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Code magnitudes int16 [R, B, 16] of FP16 v >= 0 for scales [R, B] in v's units; FP16 errors.
+
+    A code is FP16's bits of code x 2^-14 shifted down by 9, so rounding adds half a step to them.
+    """
+    half = torch.float16
+    inverse = _over(1.0, scale).to(half) * 2.0**-14
+    t = (v * inverse[..., None]).clamp_(max=6 * 2.0**-14)
+    steps = (t.view(torch.int16) + 0x100) >> 9
+    nearest = (steps << 9).view(half)
+    d = nearest * (scale * 2.0**14).to(half)[..., None] - v
+    squares = (d * d).unflatten(-1, (BLOCK // 2, 2))
+    total = squares[..., 0, :]
+    for i in range(1, BLOCK // 2):
+        total = total + squares[..., i, :]
+    return steps, total[..., 0] + total[..., 1]
+
+
 def _check(fmt: TensorFormat) -> None:
     """Refuse what has no definition: a tile has one base, an exact search no random bits."""
     if fmt.block_scales == "fp8_exact" and (fmt.stochastic or fmt.block == "tile"):
@@ -161,7 +212,10 @@ def quantize(x: Tensor, fmt: TensorFormat, bits: Tensor | None) -> tuple[Tensor,
     blocks = torch.where(finite, x, 0.0).unflatten(1, (x.shape[1] // BLOCK, BLOCK))
     if exact:
         scaled = blocks * up[..., None]
-        codes, scales = _search(scaled, scaled, _exact_candidates(scaled))
+        if fmt.scale_search == "half":
+            codes, scales = _half_search(scaled)
+        else:
+            codes, scales = _search(scaled, scaled, _exact_candidates(scaled))
     else:
         codes, scales = _scaled_codes(blocks, up, down, fmt, bits)
     outer = torch.where(finite, down, math.nan).reshape(-1 if fmt.outer == "row" else ())
