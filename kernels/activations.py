@@ -13,6 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
+# PyTorch splits a CPU loop into equal shares, one a thread, from this many elements a share up; the
+# last elements of a share that fill no vector register go through scalar code, which rounds exp and
+# tanh differently.
+SHARE, ALONE = 1 << 15, 1 << 14
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,23 @@ class Activation:
 def _relu_backward(g: Tensor, z: Tensor) -> Tensor:
     # not g * (z > 0): an infinite gradient of a dead unit must stay dead.
     return aten.threshold_backward(g, z, 0)
+
+
+def evaluate(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``function`` of FP32 tensors of one shape, elementwise; no thread count changes a bit.
+
+    On the CPU whole shares are evaluated by all threads, the rest in pieces that one thread takes.
+    """
+    n, first = tensors[0].numel(), tensors[0]
+    if first.device.type != "cpu" or n <= ALONE:
+        return function(*tensors)
+    flat = [t.reshape(-1) for t in tensors]
+    whole = n - n % (torch.get_num_threads() * SHARE)
+    if whole == n:
+        return function(*flat).view(first.shape)
+    bounds = [*([0] if whole else []), *range(whole, n, ALONE), n]
+    parts = [function(*(t[a:b] for t in flat)) for a, b in zip(bounds, bounds[1:])]
+    return torch.cat(parts).view(first.shape)
 
 
 ACTIVATIONS: dict[str, Activation] = {

@@ -95,19 +95,17 @@ def backward_layer(
     """dx (before its factors), dw and the FP32 bias gradient of one layer; g is [M, N]."""
     need_x, need_w, need_b = need
     d_fmt, w_fmt, d_form, w_form = layer.gradient_formats(need_x, need_w)
-    if d_fmt or w_fmt:
+    quantized: tuple = (None,) * 5
+    if d_fmt or w_fmt or need_b:
         fold = layer.fold(saved_x, need_w)
         quantized = ops.quantize_grad(
             g, fold, d_fmt, w_fmt, d_form, w_form, need_b, seed, stream
         )
-        db = quantized[4] if need_b else None
-    else:
-        quantized, db = (None,) * 4, g.float().sum(0) if need_b else None
     sizes = (*g.shape, k)
     dx, dw = backward_gemms(
         layer, g, quantized, saved_x, saved_w, (need_x, need_w), seed, stream, sizes, dtype
     )
-    return dx, dw, db
+    return dx, dw, quantized[4] if need_b else None
 
 
 def _shaped(dx: Term | None, like_shape, dtype: torch.dtype) -> Tensor | None:

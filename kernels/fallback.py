@@ -14,6 +14,7 @@ from torch import Tensor
 from . import reference
 from .formats import BLOCK, TensorFormat
 
+STRIP = 32  # rows whose sum is taken first
 ROTATED_STREAM = 8  # a rotated gradient draws its own random bits: its stream is this much higher
 
 
@@ -85,8 +86,7 @@ def gradient_operands(
     """See `primitives.quantize_grad`."""
     g = g.float()
     m, n = g.shape
-    nothing = g.new_empty(0)
-    d = w = (nothing, nothing)
+    d, w = ((g.new_empty(0), g.new_empty(0)) for _ in range(2))  # results must not be one tensor
     if dgrad is not None:
         d = _operand(g, dgrad, form_d, seed, stream, None)
     if wgrad is not None:
@@ -98,9 +98,24 @@ def gradient_operands(
             bits = reference.random_bits(seed, stream, m, n, BLOCK[wgrad.format])[:, :n].t()
             bits = _pad(bits, wgrad)
         w = _operand(folded.t(), wgrad, form_w, seed, stream, bits)
-    return *d, *w, column_sums(g) if bias_grad else nothing
+    return *d, *w, column_sums(g) if bias_grad else g.new_empty(0)
 
 
 def column_sums(g: Tensor) -> Tensor:
-    """FP32 sums over the rows of g [M, N], in a fixed order."""
-    return g.sum(0)
+    """FP32 sums over the rows of g [M, N]; on the CPU in the native kernels' order.
+
+    That is: 32 rows one after the other, then these sums one after the other.
+    """
+    if g.device.type != "cpu":
+        return g.sum(0)
+    strips = torch.nn.functional.pad(g, (0, 0, 0, -g.shape[0] % STRIP))
+    strips = strips.view(strips.shape[0] // STRIP, STRIP, g.shape[1])
+    return _in_order(_in_order(strips.transpose(0, 1)))
+
+
+def _in_order(parts: Tensor) -> Tensor:
+    """The sum over the first axis, from the first to the last."""
+    total = parts.new_zeros(parts.shape[1:])
+    for part in parts:
+        total = total + part
+    return total

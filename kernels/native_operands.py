@@ -58,4 +58,6 @@ def gradient_operands(
     d, d_factor, w, w_factor, sums = native.quantize_grad(
         g, fold, dgrad, wgrad, seed, stream, bias_grad
     )
+    if d_factor is w_factor:  # both left out: the results of an operator must not be one tensor
+        w_factor = w_factor.clone()
     return as_operand(d, form_d), d_factor, as_operand(w, form_w), w_factor, sums

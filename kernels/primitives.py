@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import engines
-from .activations import ACTIVATIONS
+from .activations import ACTIVATIONS, evaluate
 from .formats import BITS, BLOCK, TensorFormat
 
 LIBRARY = torch.library.Library("fp4", "DEF")
@@ -76,7 +76,8 @@ def as_operand(values: Tensor, form: str) -> Tensor:
 def fake_codes(x: Tensor, rows, cols, fmt: TensorFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Empty codes, scales and factor of [rows, cols] in ``fmt``."""
     padded = ceil_to(cols, fmt.padding)
-    codes = x.new_empty((rows, padded * BITS[fmt.format] // 8), dtype=torch.uint8)
+    dtype = torch.int8 if fmt.format == "s2f6" else torch.uint8
+    codes = x.new_empty((rows, padded * BITS[fmt.format] // 8), dtype=dtype)
     scales = x.new_empty((rows, padded // BLOCK[fmt.format]), dtype=torch.uint8)
     return codes, scales, fake_factor(x, rows, fmt)
 
@@ -134,7 +135,7 @@ def act_quantize(acc, row, col, bias, act, format, operand):
     done = fused and fused((acc, row, col, bias), act, TensorFormat.parse(format), operand)
     if done:
         return done
-    h = ACTIVATIONS[act].forward(affine(acc, row, col, bias))
+    h = evaluate(ACTIVATIONS[act].forward, affine(acc, row, col, bias))
     return quantize(h, format, operand, False)
 
 
@@ -154,7 +155,7 @@ def glu_quantize(acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act, 
     done = fused and fused(*terms, act, TensorFormat.parse(format), operand)
     if done:
         return done
-    gate = ACTIVATIONS[act].forward(affine(acc_g, row_g, col_g, bias_g))
+    gate = evaluate(ACTIVATIONS[act].forward, affine(acc_g, row_g, col_g, bias_g))
     return quantize(gate * affine(acc_u, row_u, col_u, bias_u), format, operand, False)
 
 
@@ -220,6 +221,8 @@ def quantize_grad(g, fold, dgrad, wgrad, operand_d, operand_w, bias_grad, seed, 
     """
     d, w = parse(dgrad), parse(wgrad)
     impl = implementation(g, d, w)
+    if d is None and w is None and g.is_cuda:  # column sums alone have no CUDA kernel
+        from . import fallback as impl
     return impl.gradient_operands(g, fold, d, w, operand_d, operand_w, bias_grad, seed, stream)
 
 
@@ -242,7 +245,7 @@ def act_grad_quantize(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
     if done:
         return done
     z = affine(acc, row1, col1, bias1)
-    dz = ACTIVATIONS[act].backward(affine(g, row, col, None), z)
+    dz = evaluate(ACTIVATIONS[act].backward, affine(g, row, col, None), z)
     return quantize_grad(dz, fold, *rest)
 
 
@@ -272,8 +275,8 @@ def glu_grad_quantize(g, row, col, acc_g, row_g, col_g, bias_g, acc_u, row_u, co
     """`quantize_grad` of both terms of h = act(gate) * up; streams ``stream`` and ``stream + 16``."""
     dh = affine(g, row, col, None)
     gate, up = affine(acc_g, row_g, col_g, bias_g), affine(acc_u, row_u, col_u, bias_u)
-    d_gate = ACTIVATIONS[act].backward(dh * up, gate)
-    d_up = dh * ACTIVATIONS[act].forward(gate)
+    d_gate = evaluate(ACTIVATIONS[act].backward, dh * up, gate)
+    d_up = dh * evaluate(ACTIVATIONS[act].forward, gate)
     return (
         *quantize_grad(d_gate, fold_g, dgrad_g, wgrad_g, operand_dg, operand_wg, bias_grad_g, seed, stream),
         *quantize_grad(d_up, fold_u, dgrad_u, wgrad_u, operand_du, operand_wu, bias_grad_u, seed, stream + 16),
