@@ -16,7 +16,7 @@ def _struct(name: str, *fields: str, **nested: type) -> type[ctypes.Structure]:
 
 Term = _struct("Term", "acc", "row", "col", "bias", "#ld", "#row_stride", "#col_stride")
 Rows = _struct(
-    "Rows", "x", "up", "#rows", "#cols", "#padded", "#wide",
+    "Rows", "x", "up", "#rows", "#cols", "#padded",
     "amax", "codes", "scales", "outer", "operand", x=Term, up=Term,
 )  # fmt: skip
 Amax = _struct("Amax", "x", "#rows", "#cols", "#ld", "#wide", "amax")

@@ -25,7 +25,7 @@ from .formats import BITS, BLOCK, TensorFormat
 FORMS = {"none": 0, "e4m3": 1, "bf16": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "silu": 5}
-MODES: dict = {"None": 0, "four_over_six": 1, "fp8_exact": 2, 32: 3, "row": 4}
+MODES: dict = {"None": 0, "four_over_six": 1, "fp8_exact": 2, 32: 3, "row": 4, "half": 5}
 TILE_ROWS, TILE_COLS, TILE_THREADS = 64, 128, 256
 WAVES = 1024  # column tiles x row chunks of a gradient, about; a function of the shape alone
 
@@ -45,7 +45,7 @@ def supports(fmt: TensorFormat, form: str = "none") -> bool:
         return False
     if fmt.format == "mxfp8":
         return fmt.block in (32, "row")
-    if fmt.format != "nvfp4" or fmt.scale_search not in (None, "four_over_six"):
+    if fmt.format != "nvfp4" or isinstance(fmt.scale_search, tuple):
         return False
     return fmt.block != "tile" or (fmt.outer == "tensor" and fmt.block_scales == "e4m3")
 
@@ -190,12 +190,13 @@ def _quantize_rows(
         wide = wide and wide_up
     mode = _row_mode(fmt)
     arguments = Rows(
-        term, other, rows, cols, padded, wide, _pointer(amax), codes.data_ptr(),
+        term, other, rows, cols, padded, _pointer(amax), codes.data_ptr(),
         scales.data_ptr(), _pointer(factor), None if same else _pointer(operand),
     )  # fmt: skip
     defines = {
         "XD": dtype, "MODE": mode, "OPERAND": 0 if same else FORMS[form], "ACT": ACTS[act],
-        "GATED": int(up is not None), "BLOCKS": held,
+        "GATED": int(up is not None), "TERM": _parts(x), "UP": 0 if up is None else _parts(up),
+        "BLOCKS": held, "WIDE": int(wide and cols == padded),
     }  # fmt: skip
     device = x[0].device
     grid = (min(rows, _resident("rows.cu", "quantize_rows", defines, threads, device)), 1)
@@ -203,10 +204,19 @@ def _quantize_rows(
     return codes, scales, factor, operand
 
 
+def _parts(term: Affine) -> int:
+    """Which parts a term has, as the kernel's TermParts."""
+    _, row, col, bias = term
+    columns = 0 if col is None else 2 if col.numel() == 1 else 4
+    return int(row is not None) + columns + 8 * (bias is not None)
+
+
 def _row_mode(fmt: TensorFormat) -> int:
     if fmt.format == "mxfp8":
         return MODES[fmt.block]
-    return MODES["fp8_exact" if fmt.block_scales == "fp8_exact" else str(fmt.scale_search)]
+    if fmt.block_scales == "fp8_exact" and fmt.scale_search is None:
+        return MODES["fp8_exact"]
+    return MODES[str(fmt.scale_search)]
 
 
 def _empty_factor(factor: Tensor, fmt: TensorFormat) -> Tensor:

@@ -19,7 +19,7 @@ from . import cache
 from .errors import EngineError
 
 HERE = Path(__file__).parent / "cuda"
-HEADERS = ("numerics.cuh", "device.cuh", "activations.cuh")
+HEADERS = ("numerics.cuh", "device.cuh", "activations.cuh", "half_search.cuh")
 # No contraction: where the kernels want a multiply-add they say so. FTZ stays off, division exact.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")

@@ -8,9 +8,10 @@ from . import cuda_loader
 def variants() -> list[tuple[str, dict[str, int]]]:
     """Source files and defines that the recipes use with BF16 tensors; for `warm` and CI."""
     rows = [
-        {"XD": 1, "MODE": mode, "OPERAND": form, "ACT": act, "GATED": gated, "BLOCKS": held}
-        for mode, form in ((0, 0), (0, 2), (1, 2), (2, 0), (2, 1), (2, 2), (3, 2), (4, 0), (4, 2))
-        for act, gated in ((0, 0), (1, 0), (2, 0), (5, 1))
+        {"XD": 1, "MODE": mode, "OPERAND": form, "ACT": act, "GATED": gated, "TERM": term,
+         "UP": term * gated, "BLOCKS": held, "WIDE": int(held > 0)}
+        for mode, form in ((0, 0), (0, 2), (1, 2), (5, 0), (5, 1), (5, 2), (3, 2), (4, 0), (4, 2))
+        for act, gated, term in ((0, 0, 0), (1, 0, 3), (1, 0, 11), (2, 0, 3), (5, 1, 3))
         for held in (1, 2, 0)
     ]
     tensors = [{"XD": xd, "OPERAND": form} for xd in (0, 1) for form in (0, 2)]

@@ -12,7 +12,8 @@ from ..kernels.formats import BITS, BLOCK, TensorFormat
 from .timing import header, median_ms
 
 fp4 = torch.ops.fp4
-EXACT, PLAIN, SEARCH = "nvfp4:row:fp8_exact", "nvfp4:row", "nvfp4:row:four_over_six"
+EXACT, FP32_SEARCH = "nvfp4:row:fp8_exact:half", "nvfp4:row:fp8_exact"
+PLAIN, SEARCH = "nvfp4:row", "nvfp4:row:four_over_six"
 ROW, B32 = "mxfp8:row:sr", "mxfp8:32:sr"
 Case = tuple[str, Callable[[], object], float]
 
@@ -32,18 +33,20 @@ def cases(m: int, k: int) -> Iterator[Case]:
     col = torch.ones(1, device="cuda")
     for name, fmt, form in (
         ("row quantize, fp8-exact, + E4M3", EXACT, "e4m3"),
+        ("row quantize, fp8-exact, FP32 search, + E4M3", FP32_SEARCH, "e4m3"),
         ("row quantize, plain", PLAIN, "none"),
         ("row quantize, four over six", SEARCH, "none"),
     ):
         operand = 1 if form == "e4m3" else 0
         yield name, (lambda f=fmt, o=form: fp4.quantize(x, f, o, False)), 2 + stored(fmt) + operand
+    for act in ("gelu", "gelu_tanh"):
+        yield (
+            f"{act} + quantize, fp8-exact, + E4M3",
+            lambda act=act: fp4.act_quantize(x, row, col, None, act, EXACT, "e4m3"),
+            3 + stored(EXACT),
+        )
     yield (
-        "GELU + quantize, fp8-exact, + E4M3",
-        lambda: fp4.act_quantize(x, row, col, None, "gelu_tanh", EXACT, "e4m3"),
-        3 + stored(EXACT),
-    )
-    yield (
-        "GELU + quantize, four over six, + BF16",
+        "gelu_tanh + quantize, four over six, + BF16",
         lambda: fp4.act_quantize(x, row, col, None, "gelu_tanh", SEARCH, "bf16"),
         4 + stored(SEARCH),
     )
@@ -53,7 +56,7 @@ def cases(m: int, k: int) -> Iterator[Case]:
         6,
     )
     yield (
-        "gradient both ways, GELU derivative",
+        "gradient both ways, gelu_tanh derivative",
         lambda: fp4.act_grad_quantize(
             g, row, col, x, row, col, None, "gelu_tanh", row, ROW, ROW, "e4m3", "e4m3", True,
             seed, 0,

@@ -22,6 +22,15 @@ FP4_D float fma_exact(float a, float b, float c) {
 #endif
 }
 
+// a * b + c rounded once, for activations, whose bits are not specified.
+FP4_D float fused(float a, float b, float c) {
+#ifdef FP4_EMULATE
+  return fmaf(a, b, c);
+#else
+  return __fmaf_rn(a, b, c);
+#endif
+}
+
 FP4_D u32 select_bytes(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 FP4_D u32 warp_max(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
@@ -285,6 +294,15 @@ FP4_D uint2 operand_e4m3(u32 codes, u64 row) {
   uint2 out;
   out.x = select_bytes(low, high, c & 0xffffu) | spread_signs(codes);
   out.y = select_bytes(low, high, c >> 16) | spread_signs(codes >> 16);
+  return out;
+}
+
+// As `operand_e4m3` where the sign bits of the eight bytes are at hand.
+FP4_D uint2 signed_e4m3(u32 codes, u64 row, const u32* signs) {
+  const u32 low = (u32)row, high = (u32)(row >> 32), c = codes & 0x77777777u;
+  uint2 out;
+  out.x = select_bytes(low, high, c) | signs[0];
+  out.y = select_bytes(low, high, c >> 16) | signs[1];
   return out;
 }
 

@@ -18,6 +18,8 @@ ROW_FORMATS = [
     ("nvfp4:tensor:four_over_six", "none"),
     ("nvfp4:row:fp8_exact", "e4m3"),
     ("nvfp4:tensor:fp8_exact", "bf16"),
+    ("nvfp4:row:fp8_exact:half", "e4m3"),
+    ("nvfp4:tensor:fp8_exact:half", "bf16"),
     ("nvfp4:tensor:tile", "bf16"),
     ("mxfp8:32", "bf16"),
     ("mxfp8:row", "e4m3"),
