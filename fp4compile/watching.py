@@ -119,7 +119,7 @@ def _watch_of(module: nn.Module) -> Watch | None:
 
 def _before(module: nn.Module, args: Any) -> None:
     if not torch.compiler.is_compiling():
-        _enter(module, args)
+        _enter(module)
 
 
 def _after(module: nn.Module, args: Any, out: Any) -> None:
@@ -132,32 +132,23 @@ dynamo.eager_hook(_after)
 
 
 @torch._dynamo.disable
-def _enter(module: nn.Module, args: Any) -> None:
-    if _may_compile_alone(module):
-        _state.open.append([module, False])
-    else:
-        _ran(module, args)
+def _enter(module: nn.Module) -> None:
+    _state.open.append([module, False])
 
 
 @torch._dynamo.disable
 def _leave(module: nn.Module, args: Any, out: Any) -> None:
-    compiled = False
-    if _may_compile_alone(module):
-        while _state.open:
-            opened, compiled = _state.open.pop()
-            if opened is module:
-                break
-        if not compiled:
-            _ran(module, args)
+    """After the forward: `own_frame` has noted whether Dynamo compiled it as a frame of its own."""
+    opened, compiled = None, False
+    while _state.open and opened is not module:
+        opened, compiled = _state.open.pop()
+    if compiled:
+        return
+    _ran(module, args)
     known = _watch_of(module)
     doubtful = known is not None and known.in_chain is None and any(known.names)
-    if doubtful and not compiled and isinstance(out, Tensor) and out.grad_fn is not None:
+    if doubtful and isinstance(out, Tensor) and out.grad_fn is not None:
         out.grad_fn.metadata[KEY] = weakref.ref(module)
-
-
-def _may_compile_alone(module: nn.Module) -> bool:
-    """False for torch's own forward, which Dynamo never captures as a frame of its own."""
-    return type(module).forward is not nn.Linear.forward
 
 
 def _ran(module: nn.Module, args: Any) -> None:

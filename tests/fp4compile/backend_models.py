@@ -1,0 +1,185 @@
+"""Small models and helpers for the tests of the backend, the stamps and the report."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import fp4compile as fp4
+from fp4compile import dynamo
+
+D = 32
+
+
+class Mlp(nn.Module):
+    def __init__(self, d=D, bias=True):
+        super().__init__()
+        self.up = nn.Linear(d, 2 * d, bias=bias)
+        self.down = nn.Linear(2 * d, d, bias=bias)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, d=D):
+        super().__init__()
+        self.norm = nn.LayerNorm(d)
+        self.attn = nn.Linear(d, d)
+        self.mlp = Mlp(d)
+
+    def forward(self, x):
+        x = x + self.attn(x)
+        return x + self.mlp(self.norm(x))
+
+
+class Net(nn.Module):
+    def __init__(self, n=2, d=D):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(d) for _ in range(n))
+        self.head = nn.Linear(d, 16)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Checkpointed(Net):
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+class Broken(Net):
+    """A graph break after each block: Dynamo gives up the loop and compiles block by block."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+class Disabled(Mlp):
+    """Dynamo runs it eagerly."""
+
+    @torch._dynamo.disable
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Skipped(Block):
+    """Dynamo cannot resume inside of ``try``: it runs the frame eagerly, but not what it calls."""
+
+    def forward(self, x):
+        try:
+            torch._dynamo.graph_break()
+            x = x + self.attn(x)
+            return x + self.mlp(self.norm(x))
+        finally:
+            self.ran = True
+
+
+def batch(*sizes, seed=0):
+    sizes = sizes or (4, 8, D)
+    return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def policy(**keys):
+    return {"version": 1, **keys}
+
+
+def compiled(model, given=None, compiler="eager", **kwargs):
+    options = {"compiler": compiler, **({} if given is None else {"policy": given})}
+    return torch.compile(model, backend="fp4", options=options, **kwargs)
+
+
+def step(model, call, x, seed=0):
+    """Loss and gradients by name of one step that starts from a seed."""
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    loss = call(x).square().mean()
+    loss.backward()
+    return loss.detach(), {n: p.grad.clone() for n, p in model.named_parameters()}
+
+
+def same(one, other):
+    """Bit for bit."""
+    (loss1, grads1), (loss2, grads2) = one, other
+    return (
+        torch.equal(loss1, loss2)
+        and grads1.keys() == grads2.keys()
+        and all(torch.equal(grads1[n], grads2[n]) for n in grads1)
+    )
+
+
+def schemes(model):
+    """What ran: {layer: name of its scheme, or "left"} of the recorded report."""
+    return {
+        row.fqn: row.scheme_name if row.status == "rewritten" else row.status
+        for row in fp4.explain(model)
+    }
+
+
+class Graphs:
+    """How many graphs the backend was asked for, and the graphs after the rewrite."""
+
+    def __init__(self):
+        self.modules = []
+
+    @property
+    def count(self):
+        return len(self.modules)
+
+    def new(self):
+        """The number since the last question."""
+        n, self.modules = len(self.modules), []
+        return n
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    import fp4compile.backend as backend
+
+    found, original = Graphs(), backend.compile_graph
+
+    def counting(gm, *args):
+        found.modules.append(gm)
+        return original(gm, *args)
+
+    monkeypatch.setattr(backend, "compile_graph", counting)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """No graphs of other tests; Dynamo's limits as they were."""
+    config = torch._dynamo.config
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with config.patch(
+        recompile_limit=8, accumulated_recompile_limit=256, suppress_errors=False
+    ):
+        dynamo._granted[:] = 0, 0
+        yield
+    dynamo._granted[:] = 0, 0
+    torch._dynamo.reset()
+
+
+@contextmanager
+def precision_warnings():
+    """The texts of all PrecisionWarnings meanwhile, repeated ones included."""
+    texts = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield texts
+    texts += [str(w.message) for w in caught if issubclass(w.category, fp4.PrecisionWarning)]
+    assert all("\n" not in text for text in texts)
