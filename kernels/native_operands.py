@@ -27,7 +27,7 @@ def quantize_operand(
         x, fmt, values=form != "none", transpose=transpose
     )
     factor = native.factor(scales, outer, fmt)
-    return codes, scales, factor, x.new_empty(0) if values is None else as_operand(values, form)
+    return codes, scales, factor, as_operand(factor if values is None else values, form)
 
 
 def decode_operand(
