@@ -1,7 +1,7 @@
 """Notice a layer that runs outside of every compiled graph although its policy names it.
 
-Dynamo skips frames and stops at its recompile limit without asking the backend. Hooks on the
-linears see these runs; in compiled graphs the hooks are inlined to nothing. Whether a layer that
+Dynamo skips frames and stops at its recompile limit without asking the backend. A hook on
+each linear sees these runs; in compiled graphs it is inlined to nothing. Whether a layer that
 ran eagerly is part of an MLP chain (``chain: mlp``) is read off the autograd graph: without
 gradients such a layer is noticed only if a compiled graph has shown its chain before.
 """
@@ -52,7 +52,7 @@ class Watch:
 @dataclass
 class _State(threading.local):
     quiet: bool = False
-    open: list[list[Any]] = field(default_factory=list)
+    compiled: set[int] = field(default_factory=set)
 
 
 _watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
@@ -67,8 +67,7 @@ def watch(module: nn.Module, stamp: Stamp, name: str) -> None:
     if known is None or known.stamp != stamp:
         chain = known.in_chain if known is not None else None
         _watches[module] = Watch(name, stamp, chain)
-    if not stamp.original and _before not in module._forward_pre_hooks.values():
-        module.register_forward_pre_hook(_before)
+    if not stamp.original and _after not in module._forward_hooks.values():
         module.register_forward_hook(_after)
 
 
@@ -96,11 +95,10 @@ def unwatched() -> Iterator[None]:
 
 
 def own_frame(compiled: Callable) -> Callable:
-    """``compiled`` is the graph of a linear's own forward, whose hooks run outside of it."""
+    """``compiled`` is the graph of a linear's own forward, whose hook runs outside of it."""
 
     def call(*args: Any) -> Any:
-        if _state.open:
-            _state.open[-1][1] = True
+        _state.compiled = {id(a) for a in args}
         return compiled(*args)
 
     return call
@@ -117,32 +115,19 @@ def _watch_of(module: nn.Module) -> Watch | None:
     return _watches.get(module)
 
 
-def _before(module: nn.Module, args: Any) -> None:
-    if not torch.compiler.is_compiling():
-        _enter(module)
-
-
 def _after(module: nn.Module, args: Any, out: Any) -> None:
     if not torch.compiler.is_compiling():
-        _leave(module, args, out)
+        _ran_eagerly(module, args, out)
 
 
-dynamo.eager_hook(_before)
 dynamo.eager_hook(_after)
 
 
 @torch._dynamo.disable
-def _enter(module: nn.Module) -> None:
-    _state.open.append([module, False])
-
-
-@torch._dynamo.disable
-def _leave(module: nn.Module, args: Any, out: Any) -> None:
-    """After the forward: `own_frame` has noted whether Dynamo compiled it as a frame of its own."""
-    opened, compiled = None, False
-    while _state.open and opened is not module:
-        opened, compiled = _state.open.pop()
-    if compiled:
+def _ran_eagerly(module: nn.Module, args: Any, out: Any) -> None:
+    """After a call from an eager frame; the forward may have been compiled as a frame of its own."""
+    inputs, _state.compiled = _state.compiled, set()
+    if any(id(p) in inputs for p in module.parameters()):
         return
     _ran(module, args)
     known = _watch_of(module)
