@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,7 @@ FORMS = {"none": 0, "e4m3": 1, "bf16": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "silu": 5}
 MODES: dict = {"None": 0, "four_over_six": 1, "fp8_exact": 2, 32: 3, "row": 4, "half": 5}
-TILE_ROWS, TILE_COLS, TILE_THREADS = 64, 128, 256
+GRADIENT_ROWS, GRADIENT_COLS, AMAX_ROWS, AMAX_COLS = 256, 128, 256, 256
 WAVES = 1024  # column tiles x row chunks of a gradient, about; a function of the shape alone
 
 
@@ -96,15 +98,15 @@ def _operand(x: Tensor, rows: int, cols: int, form: str) -> Tensor:
     return x.new_empty((rows, cols), dtype=torch.uint8 if form == "e4m3" else torch.bfloat16)
 
 
-def _launch(file, kernel, defines, arguments, grid, threads, device) -> None:
+def _launch(file, kernel, defines, arguments, grid, threads, device, shared=0) -> None:
     if grid[0] > 0 and grid[1] > 0:
         names = tuple(defines.items())
-        cuda_loader.launch(file, kernel, names, arguments, grid, threads, device)
+        cuda_loader.launch(file, kernel, names, arguments, grid, threads, device, shared)
 
 
-def _resident(file, kernel, defines, threads, device) -> int:
+def _resident(file, kernel, defines, threads, device, shared=0) -> int:
     index = device.index or 0
-    return cuda_loader.resident(file, kernel, tuple(defines.items()), threads, index)
+    return cuda_loader.resident(file, kernel, tuple(defines.items()), threads, index, shared)
 
 
 def _tensor_amax(x: Tensor) -> Tensor:
@@ -121,12 +123,28 @@ def _tensor_amax(x: Tensor) -> Tensor:
     return amax
 
 
-def _team(blocks: int) -> tuple[int, int]:
-    """Threads of a row's CTA and 16-element blocks a thread holds (0: the row is read twice)."""
-    for held in (1, 2):
-        if blocks <= 512 * held:
-            return max(32, _ceil(_ceil(blocks, held), 32) * 32), held
-    return 512, 0
+class Team(NamedTuple):
+    """How a row is shared: threads of a CTA, 16-element blocks of each (0: the row is read twice),
+    CTAs of 512 threads a multiprocessor's registers are divided for, rows in shared memory."""
+
+    threads: int
+    held: int
+    ctas: int
+    stages: int
+
+
+def _team(blocks: int, mode: int, same: bool) -> Team:
+    """The team for rows of ``blocks`` blocks; ``same``: the tensor itself is quantized."""
+    for held, most in TEAMS[same]:
+        if blocks <= most * held:
+            threads = max(32, _ceil(_ceil(blocks, held), 32) * 32)
+            # Searches in FP32 and four blocks need more than 64 registers.
+            return Team(threads, held, 1 if mode in (1, 2) or held > 2 else 2, 2)
+    return Team(512, 0, 1, 1)
+
+
+# Blocks of a thread and the most threads, in order of preference.
+TEAMS = {True: ((1, 64), (2, 512), (4, 512)), False: ((1, 64), (2, 512))}
 
 
 # ---- quantize -------------------------------------------------------------------------------
@@ -183,12 +201,12 @@ def _quantize_rows(
     )  # fmt: skip
     if rows * cols == 0:
         return codes, scales, _empty_factor(factor, fmt), operand
-    threads, held = _team(padded // 16)
     other = Term()
     if up is not None:
         other, _, wide_up = _term(up, keep)
         wide = wide and wide_up
     mode = _row_mode(fmt)
+    team = _team(padded // 16, mode, act is None and up is None and not _parts(x))
     arguments = Rows(
         term, other, rows, cols, padded, _pointer(amax), codes.data_ptr(),
         scales.data_ptr(), _pointer(factor), None if same else _pointer(operand),
@@ -196,11 +214,17 @@ def _quantize_rows(
     defines = {
         "XD": dtype, "MODE": mode, "OPERAND": 0 if same else FORMS[form], "ACT": ACTS[act],
         "GATED": int(up is not None), "TERM": _parts(x), "UP": 0 if up is None else _parts(up),
-        "BLOCKS": held, "WIDE": int(wide and cols == padded),
+        "BLOCKS": team.held, "WIDE": int(wide and cols == padded), "STAGES": team.stages,
+        "CTAS": team.ctas, "THREADS": team.threads if team.held else 0,
+        "FULL": int(padded == 16 * team.threads * team.held),
     }  # fmt: skip
-    device = x[0].device
-    grid = (min(rows, _resident("rows.cu", "quantize_rows", defines, threads, device)), 1)
-    _launch("rows.cu", "quantize_rows", defines, arguments, grid, threads, device)
+    device, shared = x[0].device, 0
+    if defines["WIDE"] and team.held:
+        bytes_a_block = 16 * x[0].element_size() * (1 + (up is not None))
+        shared = team.stages * team.held * team.threads * bytes_a_block
+    resident = _resident("rows.cu", "quantize_rows", defines, team.threads, device, shared)
+    grid = (min(rows, resident), 1)
+    _launch("rows.cu", "quantize_rows", defines, arguments, grid, team.threads, device, shared)
     return codes, scales, factor, operand
 
 
@@ -257,8 +281,13 @@ def _saved(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int) -> dict:
     }  # fmt: skip
 
 
-def _grid(rows: int, cols: int) -> tuple[int, int]:
-    return _ceil(rows, TILE_ROWS), _ceil(cols, TILE_COLS)
+def _transpose(kernel: str, defines: dict, arguments, form: str, cols: int, device) -> None:
+    """Launch a kernel whose CTAs of four warps share tiles of 64 bytes of rows and 64 columns."""
+    rows = arguments.padded_rows
+    tiles = _ceil(rows, 64 if form == "e4m3" else 32) * _ceil(cols, 64)
+    resident = _resident("transposes.cu", kernel, defines, 128, device)
+    grid = (min(_ceil(tiles, 4), resident), 1)
+    _launch("transposes.cu", kernel, defines, arguments, grid, 128, device)
 
 
 def decode(
@@ -274,16 +303,17 @@ def decode(
     if not transpose and fmt.format == "mxfp8" and form == "e4m3":
         return codes.clone()
     out = _operand(codes, shape[0], shape[1], form)
-    defines = {"SOURCE": _source(fmt), "FORM": FORMS[form], "MODE": 1, "SR": 0}
+    defines = {
+        "SOURCE": _source(fmt), "FORM": FORMS[form], "MODE": 1, "SR": 0, "FACTOR": 0, "BIG": 0
+    }  # fmt: skip
     arguments = Saved(**fields, out=_pointer(out))
     if out.numel() == 0:
         return out
     if transpose:
-        kernel, grid = "decode_transpose", _grid(fields["padded_rows"], cols)
-    else:
-        groups = _ceil(out.numel() // 8, 256)
-        kernel, grid = "decode_rows", (min(groups, 1 << 20), 1)
-    _launch("transposes.cu", kernel, defines, arguments, grid, 256, codes.device)
+        _transpose("decode_transpose", defines, arguments, form, cols, codes.device)
+        return out
+    grid = (min(_ceil(out.numel() // 8, 256), 1 << 20), 1)
+    _launch("transposes.cu", "decode_rows", defines, arguments, grid, 256, codes.device)
     return out
 
 
@@ -303,17 +333,18 @@ def requantize(
     amax = codes.new_zeros(cols if by_row else 0, dtype=torch.int32)
     defines = {
         "SOURCE": _source(source), "FORM": FORMS[form], "MODE": 1 if by_row else 2,
-        "SR": int(fmt.stochastic),
+        "SR": int(fmt.stochastic), "FACTOR": int(factor.numel() > 0),
+        "BIG": int(out.numel() >= 2**35),
     }  # fmt: skip
     arguments = Saved(
         **fields, factor=_pointer(factor), factor_stride=int(factor.numel() > 1),
         amax=_pointer(amax), seed=_pointer(seed), stream=stream, out=out.data_ptr(),
         out_factor=_pointer(out_factor),
     )  # fmt: skip
-    grid = _grid(fields["padded_rows"], cols)
     if by_row:
-        _launch("transposes.cu", "requantize_amax", defines, arguments, grid, 256, codes.device)
-    _launch("transposes.cu", "requantize_transpose", defines, arguments, grid, 256, codes.device)
+        over = (_ceil(fields["rows"], AMAX_ROWS), _ceil(cols, AMAX_COLS))
+        _launch("transposes.cu", "requantize_amax", defines, arguments, over, 256, codes.device)
+    _transpose("requantize_transpose", defines, arguments, form, cols, codes.device)
     return out, out_factor
 
 
@@ -321,9 +352,17 @@ def requantize(
 
 
 def _chunk(rows: int, cols: int) -> int:
-    """Rows that one CTA walks: about `WAVES` CTAs, a multiple of the tile, at most 1024."""
-    wanted = rows * _ceil(cols, TILE_COLS) // WAVES
-    return min(1024, max(1, _ceil(wanted, TILE_ROWS)) * TILE_ROWS)
+    """Rows that one CTA walks: about `WAVES` CTAs, a multiple of four tiles, at most 1024."""
+    wanted = rows * _ceil(cols, GRADIENT_COLS) // WAVES
+    return min(1024, max(1, _ceil(wanted, GRADIENT_ROWS)) * GRADIENT_ROWS)
+
+
+def _factors(term: Affine, name: str) -> dict[str, int]:
+    """Defines that say which factors an affine term has."""
+    _, row, col, _ = term
+    vector = col is not None and col.numel() > 1
+    common = row is not None or (col is not None and not vector)
+    return {f"{name}R": int(common), f"{name}C": int(vector)}
 
 
 def _mode(fmt: TensorFormat | None) -> int:
@@ -370,24 +409,31 @@ def quantize_grad(
     if rows * cols == 0:
         return d, d_factor, w, w_factor, total
     chunk = _chunk(rows, cols)
-    grid = (_ceil(cols, TILE_COLS), _ceil(rows, chunk))
+    grid = (_ceil(cols, GRADIENT_COLS), _ceil(rows, chunk))
     part = base.new_empty((grid[1], cols) if sums and grid[1] > 1 else 0, dtype=torch.float32)
     row_max = base.new_zeros(rows if _mode(dgrad) == 1 else 0, dtype=torch.int32)
     col_max = base.new_zeros(cols if _mode(wgrad) == 1 else 0, dtype=torch.int32)
+    padded = _ceil(cols, 32) * 32
     arguments = Gradient(
-        g_term, z_term, _pointer(fold), rows, cols, _ceil(cols, 32) * 32, _ceil(rows, 32) * 32,
-        chunk, wide, wide_z, _pointer(row_max), _pointer(col_max), seed.data_ptr(), stream,
-        _pointer(d), _pointer(w), None, None, _pointer(d_factor), _pointer(w_factor),
+        g_term, z_term, _pointer(fold), rows, cols, padded, _ceil(rows, 32) * 32,
+        AMAX_ROWS, wide, wide_z, _pointer(row_max), _pointer(col_max), seed.data_ptr(), stream,
+        _pointer(d), _pointer(w), _pointer(d_factor), _pointer(w_factor),
         _pointer(part if grid[1] > 1 else total),
     )  # fmt: skip
     defines = {
         "XD": dtype, "ZD": z_dtype, "ACT": ACTS[act], "SUMS": int(sums), "DMODE": _mode(dgrad),
         "WMODE": _mode(wgrad), "DFORM": FORMS[form_d] if dgrad else 0,
-        "WFORM": FORMS[form_w] if wgrad else 0,
+        "WFORM": FORMS[form_w] if wgrad else 0, "FOLD": int(fold is not None),
+        **_factors(term, "G"), **_factors(z or (base, None, None, None), "Z"),
+        "ZB": int(z is not None and z[3] is not None),
+        "ALIGNED": int(wide and wide_z and cols % 8 == 0),
+        "BIG": int(rows * padded >= 2**35),
     }  # fmt: skip
     if row_max.numel() or col_max.numel():
-        _launch("gradient.cu", "gradient_amax", defines, arguments, grid, TILE_THREADS, base.device)
-    _launch("gradient.cu", "quantize_gradient", defines, arguments, grid, TILE_THREADS, base.device)
+        over = (_ceil(cols, AMAX_COLS), _ceil(rows, AMAX_ROWS))
+        _launch("gradient.cu", "gradient_amax", defines, arguments, over, 256, base.device)
+    arguments.chunk = chunk
+    _launch("gradient.cu", "quantize_gradient", defines, arguments, grid, 256, base.device)
     if part.numel():
         adding = Sums(part.data_ptr(), grid[1], cols, total.data_ptr())
         _launch(

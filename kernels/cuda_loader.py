@@ -19,7 +19,7 @@ from . import cache
 from .errors import EngineError
 
 HERE = Path(__file__).parent / "cuda"
-HEADERS = ("numerics.cuh", "device.cuh", "activations.cuh", "half_search.cuh")
+HEADERS = tuple(sorted(path.name for path in HERE.glob("*.cuh")))
 # No contraction: where the kernels want a multiply-add they say so. FTZ stays off, division exact.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
@@ -156,11 +156,22 @@ def processors(device: int) -> int:
 
 
 @cache_function
-def resident(file: str, kernel: str, defines: Defines, threads: int, device: int) -> int:
+@cache_function
+def _granted(function: Any, shared: int) -> None:
+    """Allow a kernel more shared memory than the 48 KiB that need no asking."""
+    if shared > 48 * 1024:
+        attribute = _driver().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(_driver().cuFuncSetAttribute(function, attribute, shared))
+
+
+def resident(
+    file: str, kernel: str, defines: Defines, threads: int, device: int, shared: int = 0
+) -> int:
     """CTAs of ``threads`` threads that run at once on a device: the grid of a persistent kernel."""
     function = load(file, kernel, defines, device)
+    _granted(function, shared)
     occupancy = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor
-    return max(1, _check(occupancy(function, threads, 0))) * processors(device)
+    return max(1, _check(occupancy(function, threads, shared))) * processors(device)
 
 
 def launch(
@@ -171,14 +182,19 @@ def launch(
     grid: tuple[int, int],
     threads: int,
     device: torch.device,
+    shared: int = 0,
 ) -> None:
-    """Run ``kernel`` on the device's current stream; ``arguments`` is its only parameter."""
+    """Run ``kernel`` on the device's current stream; ``arguments`` is its only parameter.
+
+    ``shared``: bytes of dynamic shared memory a CTA.
+    """
     current = torch.cuda.current_device()
     index = current if device.index is None else device.index
     function = load(file, kernel, defines, index)
+    _granted(function, shared)
     parameters = (ctypes.c_void_p * 1)(ctypes.addressof(arguments))
     stream = torch.cuda.current_stream(index).cuda_stream
-    geometry = (*grid, 1, threads, 1, 1, 0, stream, ctypes.addressof(parameters), 0)
+    geometry = (*grid, 1, threads, 1, 1, shared, stream, ctypes.addressof(parameters), 0)
     if index == current:
         _check(_driver().cuLaunchKernel(function, *geometry))
         return

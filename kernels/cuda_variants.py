@@ -9,7 +9,8 @@ def variants() -> list[tuple[str, dict[str, int]]]:
     """Source files and defines that the recipes use with BF16 tensors; for `warm` and CI."""
     rows = [
         {"XD": 1, "MODE": mode, "OPERAND": form, "ACT": act, "GATED": gated, "TERM": term,
-         "UP": term * gated, "BLOCKS": held, "WIDE": int(held > 0)}
+         "UP": term * gated, "BLOCKS": held, "WIDE": int(held > 0), "STAGES": 2 if held else 1,
+         "CTAS": 2 if held == 1 else 1, "THREADS": 128 * (held > 0), "FULL": int(held > 0)}
         for mode, form in ((0, 0), (0, 2), (1, 2), (5, 0), (5, 1), (5, 2), (3, 2), (4, 0), (4, 2))
         for act, gated, term in ((0, 0, 0), (1, 0, 3), (1, 0, 11), (2, 0, 3), (5, 1, 3))
         for held in (1, 2, 0)
@@ -17,13 +18,16 @@ def variants() -> list[tuple[str, dict[str, int]]]:
     tensors = [{"XD": xd, "OPERAND": form} for xd in (0, 1) for form in (0, 2)]
     gradients = [
         {"XD": 1, "ZD": 1, "ACT": act, "SUMS": sums, "DMODE": mode, "WMODE": mode,
-         "DFORM": form, "WFORM": form}
+         "DFORM": form, "WFORM": form, "FOLD": int(form == 1), "GR": int(act > 0 and mode == 1),
+         "GC": 0, "ZR": int(act > 0), "ZC": 0, "ZB": int(act > 0 and sums), "ALIGNED": 1, "BIG": 0}
         for mode, form in ((1, 1), (1, 2), (2, 2)) for act in (0, 1, 2, 5) for sums in (0, 1)
     ]  # fmt: skip
     transposes = [
-        {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr}
+        {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr, "FACTOR": factor, "BIG": 0}
         for source in (0, 1, 2)
-        for form, mode, sr in ((1, 1, 0), (2, 1, 0), (1, 1, 1), (2, 1, 1), (2, 2, 1))
+        for form, mode, sr, factor in (
+            (1, 1, 0, 0), (2, 1, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, int(source != 1))
+        )
     ]
     groups = (("rows.cu", rows), ("tensors.cu", tensors), ("gradient.cu", gradients))
     return [(f, d) for f, all_ in (*groups, ("transposes.cu", transposes)) for d in all_]

@@ -162,15 +162,13 @@ FP4_D float nearest_magnitude(float y, float unit) {
   return fma_exact(p, -0x1p22f, fma_exact(p, 0x1p22f, y));
 }
 
-// Codes of eight elements, a nibble each: y = |x| / scale in units of 2^-14, in which the half
-// precision bits of an E2M1 value are its code << 9; signs from x.
-FP4_D u32 pack_codes(const float* y, const float* x) {
+// Codes of eight elements, a nibble each: q are E2M1 magnitudes; signs from x. In units of 2^-14 the
+// half precision bits of an E2M1 value are its code << 9.
+FP4_D u32 pack_codes(const float* q, const float* x) {
   u32 codes = 0, signs = 0;
 FP4_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const float low = nearest_magnitude(fminf(y[i], 6 * UNIT), UNIT);
-    const float high = nearest_magnitude(fminf(y[i + 4], 6 * UNIT), UNIT);
-    const u32 half = pack_f16(low, high);
+    const u32 half = pack_f16(mul(q[i], UNIT), mul(q[i + 4], UNIT));
     codes |= i < 3 ? half >> (9 - 4 * i) : half << 3;
   }
 FP4_UNROLL
@@ -178,23 +176,31 @@ FP4_UNROLL
   return codes | signs;
 }
 
-// Error of a candidate, summed in order, of magnitudes (signs do not matter).
+// E2M1 magnitudes of |x| * factor.
 template <bool CLAMP>
-FP4_D float block_error(const float* x, const float* t, float factor, float scale) {
-  float err = 0.0f;
+FP4_D void magnitudes(const float* x, float factor, float* q) {
 FP4_UNROLL
   for (int i = 0; i < 16; ++i) {
     const float y = mul(fabsf(x[i]), factor);
-    const float d = fma_exact(nearest_magnitude(CLAMP ? fminf(y, 6.0f) : y, 1.0f), scale,
-                              -fabsf(t[i]));
+    q[i] = nearest_magnitude(CLAMP ? fminf(y, 6.0f) : y, 1.0f);
+  }
+}
+
+// Error of a candidate, summed in order, of magnitudes (signs do not matter).
+FP4_D float block_error(const float* q, const float* t, float scale) {
+  float err = 0.0f;
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) {
+    const float d = fma_exact(q[i], scale, -fabsf(t[i]));
     err = add(err, mul(d, d));
   }
   return err;
 }
 
+// A quantized block: `q` are the magnitudes of its codes (unset in a row that is not finite).
 struct Block16 {
   u32 codes[2], byte;
-  float scale;
+  float scale, q[16];
 };
 
 FP4_D u32 block_max(const float* x) {
@@ -204,48 +210,52 @@ FP4_UNROLL
   return bits(m);
 }
 
-// As block_max, but NaN wins: an unsigned maximum of the bits.
+// As block_max, but NaN wins.
 FP4_D u32 block_max_nan(const float* x) {
+#ifdef FP4_EMULATE
   u32 m = 0;
-FP4_UNROLL
   for (int i = 0; i < 16; ++i) m = max_u(m, magnitude(x[i]));
   return m;
+#else
+  float m = 0.0f;
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) asm("max.NaN.f32 %0, %1, %2;" : "=f"(m) : "f"(m), "f"(fabsf(x[i])));
+  return bits(m);
+#endif
 }
 
-FP4_D void encode_block(const float* x, float factor, bool split, Block16& out) {
-  float y[16];
-FP4_UNROLL
-  for (int i = 0; i < 16; ++i) {
-    // The exact factors survive the unit; the others may be too small for it.
-    y[i] = split ? mul(mul(fabsf(x[i]), factor), UNIT) : mul(fabsf(x[i]), mul(factor, UNIT));
-  }
+FP4_D void finish_block(const float* x, Block16& out) {
   const u32 mask = out.byte ? 0xffffffffu : 0u;
-  out.codes[0] = pack_codes(y, x) & mask;
-  out.codes[1] = pack_codes(y + 8, x + 8) & mask;
+  out.codes[0] = pack_codes(out.q, x) & mask;
+  out.codes[1] = pack_codes(out.q + 8, x + 8) & mask;
 }
 
 FP4_D void plain_block(const float* x, u32 amax, float s, float outer, Block16& out) {
   out.byte = encode<E4M3>(block_base(amax, s));
   out.scale = decode<E4M3>(out.byte);
-  encode_block(x, out.byte ? block_inverse(out.scale, outer) : 0.0f, true, out);
+  magnitudes<true>(x, out.byte ? block_inverse(out.scale, outer) : 0.0f, out.q);
+  finish_block(x, out);
 }
 
 FP4_D void four_over_six_block(const float* x, u32 amax, float s, float outer, Block16& out) {
   const float base = block_base(amax, s);
   const u32 byte[2] = {encode<E4M3>(base), encode<E4M3>(mul(base, 1.5f))};
-  float scale[2], factor[2], err[2], t[16];
+  float scale[2], err[2], t[16], q[16];
 FP4_UNROLL
   for (int i = 0; i < 16; ++i) t[i] = mul(x[i], s);
 FP4_UNROLL
   for (int c = 0; c < 2; ++c) {
     scale[c] = decode<E4M3>(byte[c]);
-    factor[c] = byte[c] ? block_inverse(scale[c], outer) : 0.0f;
-    err[c] = block_error<true>(x, t, factor[c], scale[c]);
+    float* magnitude = c ? q : out.q;
+    magnitudes<true>(x, byte[c] ? block_inverse(scale[c], outer) : 0.0f, magnitude);
+    err[c] = block_error(magnitude, t, scale[c]);
   }
   const bool four = err[1] < err[0];
   out.byte = four ? byte[1] : byte[0];
   out.scale = four ? scale[1] : scale[0];
-  encode_block(x, four ? factor[1] : factor[0], true, out);
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) out.q[i] = four ? q[i] : out.q[i];
+  finish_block(x, out);
 }
 
 // x is overwritten with x * s.
@@ -257,20 +267,35 @@ FP4_UNROLL
                        exact_byte(j ? j - 1 : 0)};
   out.byte = byte[0];
   out.scale = exact_scale(byte[0]);
-  float factor = exact_reciprocal(out.scale);
-  float best = block_error<false>(x, x, factor, out.scale);
+  magnitudes<false>(x, exact_reciprocal(out.scale), out.q);
+  float best = block_error(out.q, x, out.scale);
 FP4_UNROLL
   for (int c = 1; c < 3; ++c) {
     const float scale = exact_scale(byte[c]), r = exact_reciprocal(scale);
-    const float err = c == 1 ? block_error<false>(x, x, r, scale) : block_error<true>(x, x, r, scale);
+    float q[16];
+    if (c == 1) magnitudes<false>(x, r, q);
+    else magnitudes<true>(x, r, q);
+    const float err = block_error(q, x, scale);
     const bool better = err < best;
     best = better ? err : best;
     out.byte = better ? byte[c] : out.byte;
     out.scale = better ? scale : out.scale;
-    factor = better ? r : factor;
+FP4_UNROLL
+    for (int i = 0; i < 16; ++i) out.q[i] = better ? q[i] : out.q[i];
   }
   out.byte = amax ? out.byte : 0;
-  encode_block(x, factor, false, out);
+  finish_block(x, out);
+}
+
+// BF16 values of eight magnitudes times their block's scale, with the signs of x.
+FP4_D uint4 signed_bf16(const float* q, float scale, const float* x) {
+  float v[8];
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) v[i] = from_bits(bits(mul(q[i], scale)) | (bits(x[i]) & 0x80000000u));
+  uint4 out;
+  out.x = pack_bf16(v[0], v[1]), out.y = pack_bf16(v[2], v[3]);
+  out.z = pack_bf16(v[4], v[5]), out.w = pack_bf16(v[6], v[7]);
+  return out;
 }
 
 // ---- operands from codes ----------------------------------------------------------------------

@@ -154,12 +154,13 @@ FP4_UNROLL
 FP4_UNROLL
     for (int p = 0; p < 8; ++p) best[p] = better ? q[p] : best[p];
   }
-  const u32 mask = scaled ? 0xffffffffu : 0u;
-  out.byte = byte & 0xffu & mask;
-  out.codes[0] = gather_codes(best, out.signs) & mask;
-  out.codes[1] = gather_codes(best + 4, out.signs + 2) & mask;
-FP4_UNROLL
-  for (int i = 0; i < 4; ++i) out.signs[i] &= mask;
+  out.byte = byte & 0xffu;
+  out.codes[0] = gather_codes(best, out.signs);
+  out.codes[1] = gather_codes(best + 4, out.signs + 2);
+  if (scaled == 0) {  // the maximum underflows: as a block of zeros
+    out.codes[0] = out.codes[1] = out.byte = 0;
+    out.signs[0] = out.signs[1] = out.signs[2] = out.signs[3] = 0;
+  }
 }
 
 }  // namespace fp4

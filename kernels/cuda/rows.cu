@@ -2,10 +2,12 @@
 // codes, scales, outer scale and the operand a GEMM reads.
 //   XD dtype (Dtype) · MODE 0 plain, 1 four over six, 2 FP8-exact, 3 MXFP8 block 32, 4 MXFP8 row,
 //   5 FP8-exact with the search in FP16 · OPERAND (Form) · ACT (Act) · GATED 0/1
-//   TERM, UP parts of the terms (TermParts) · BLOCKS blocks of 16 a thread (1, 2; 0: any, read
-//   twice) · WIDE 1: rows are whole blocks on 16-byte boundaries
-// Grid: any number of CTAs; each walks rows and reads the next one while it works. Threads: a
-// multiple of 32, at most 512.
+//   TERM, UP parts of the terms (TermParts) · BLOCKS blocks of 16 a thread (0: any, read twice)
+//   WIDE 1: rows are whole blocks on 16-byte boundaries · STAGES rows in shared memory (WIDE only)
+//   CTAS of 512 threads that a multiprocessor's registers are divided for · THREADS of a CTA, if
+//   they are known (0: not) · FULL 1: a row is exactly THREADS x BLOCKS blocks
+// Grid: any number of CTAs; each walks rows, and copies the next ones while it works on one. A
+// warp copies, reads and writes the same blocks, so only the row's maximum needs a barrier.
 #include "activations.cuh"
 #include "half_search.cuh"
 
@@ -23,6 +25,12 @@ struct Rows {
 constexpr bool SAME = !ACT && !GATED && !TERM;  // the tensor itself is quantized
 constexpr bool NVFP4 = MODE < 3 || MODE == 5;
 
+FP4_D u32 threads() { return THREADS ? THREADS : blockDim.x; }
+
+// The first element of a thread's block n, and whether the row has it.
+FP4_D i64 column_of(u32 n) { return (threadIdx.x + n * threads()) * 16; }
+FP4_D bool has(const Rows& a, i64 column) { return FULL || column < a.padded; }
+
 struct RawBlock {
   Raw8<XD> x[2];
 #if GATED
@@ -30,11 +38,11 @@ struct RawBlock {
 #endif
 };
 
-FP4_D void fetch(const Rows& a, i64 row, i64 block, RawBlock& raw) {
-  const bool inside = row < a.rows && block * 16 < a.padded;
+FP4_D void fetch(const Rows& a, i64 row, i64 column, RawBlock& raw) {
+  const bool inside = row < a.rows && has(a, column);
 FP4_UNROLL
   for (int h = 0; h < 2; ++h) {
-    const i64 c = block * 16 + h * 8, valid = !inside ? 0 : WIDE ? 8 : a.cols - c;
+    const i64 c = column + h * 8, valid = !inside ? 0 : WIDE ? 8 : a.cols - c;
     raw.x[h] = load8<XD>(a.x.acc, row * a.x.ld + c, valid, WIDE);
 #if GATED
     raw.up[h] = load8<XD>(a.up.acc, row * a.up.ld + c, valid, WIDE);
@@ -55,12 +63,11 @@ FP4_D Factors factors_of(const Rows& a) {
 }
 
 // The sixteen FP32 values to be quantized.
-FP4_D void evaluate(const Rows& a, const Factors& f, i64 row, i64 block, const RawBlock& raw,
+FP4_D void evaluate(const Rows& a, const Factors& f, i64 row, i64 c, const RawBlock& raw,
                     float* v) {
   widen8<XD>(raw.x[0], v);
   widen8<XD>(raw.x[1], v + 8);
-  if (SAME || row >= a.rows || block * 16 >= a.padded) return;
-  const i64 c = block * 16;
+  if (SAME || !has(a, c)) return;
   affine<TERM, 16>(a.x, row_factor<TERM>(a.x, row), f.x_col, c, a.cols, v);
 #if GATED
   float up[16];
@@ -114,9 +121,24 @@ FP4_D void fill(Tables& t) {
   if ((OPERAND == E4M3_FORM && NVFP4) || MODE == 5) __syncthreads();
 }
 
+// Where a thread's first block of a row is written.
+struct Out {
+  u8 *codes, *scales, *operand;
+};
+
+FP4_D Out out_of(const Rows& a, i64 row, i64 column) {
+  constexpr int bits = NVFP4 ? 4 : 8, group = NVFP4 ? 16 : 32, size = OPERAND == BF16_FORM ? 2 : 1;
+  const i64 at = row * a.padded + column;
+  Out o;
+  o.codes = a.codes + at * bits / 8;
+  o.scales = a.scales + at / group;
+  o.operand = static_cast<u8*>(a.operand) + at * size;
+  return o;
+}
+
 // `amax` of the row or tensor, `block_amax` of the block, as FP32 bits.
-FP4_D void store_nvfp4(const Rows& a, i64 row, i64 block, float* v, u32 amax, u32 block_amax,
-                       float s, float outer, const Tables& tables) {
+FP4_D void store_nvfp4(const Out& o, float* v, u32 amax, u32 block_amax, float s, float outer,
+                       const Tables& tables) {
   Block16 b;
   HalfBlock h;
   b.codes[0] = b.codes[1] = b.byte = 0;
@@ -126,14 +148,13 @@ FP4_D void store_nvfp4(const Rows& a, i64 row, i64 block, float* v, u32 amax, u3
     if (MODE == 0) plain_block(v, block_amax, s, outer, b);
     if (MODE == 1) four_over_six_block(v, block_amax, s, outer, b);
     if (MODE == 2) exact_block(v, s, b);
-    if (MODE == 5) {
+    if (MODE == 5 && block_amax) {
       half_block(v, block_amax, s, tables.half, h);
       b.codes[0] = h.codes[0], b.codes[1] = h.codes[1], b.byte = h.byte;
     }
   }
-  const i64 at = row * a.padded + block * 16;
-  *reinterpret_cast<uint2*>(a.codes + at / 2) = make_uint2(b.codes[0], b.codes[1]);
-  a.scales[at / 16] = (u8)b.byte;
+  *reinterpret_cast<uint2*>(o.codes) = make_uint2(b.codes[0], b.codes[1]);
+  *o.scales = (u8)b.byte;
   if (OPERAND == E4M3_FORM) {
     const u64 entry = tables.operand[b.byte];
     uint2 low, high;
@@ -144,23 +165,26 @@ FP4_D void store_nvfp4(const Rows& a, i64 row, i64 block, float* v, u32 amax, u3
       low = operand_e4m3(b.codes[0], entry);
       high = operand_e4m3(b.codes[1], entry);
     }
-    *reinterpret_cast<uint4*>(static_cast<u8*>(a.operand) + at) =
-        make_uint4(low.x, low.y, high.x, high.y);
+    *reinterpret_cast<uint4*>(o.operand) = make_uint4(low.x, low.y, high.x, high.y);
   } else if (OPERAND == BF16_FORM) {
-    const float scale = MODE == 5 ? exact_scale(b.byte) : b.scale;
 FP4_UNROLL
     for (int half = 0; half < 2; ++half) {
-      float value[8];
-      operand_f32(b.codes[half], b.byte ? scale : 0.0f, value);
-      reinterpret_cast<uint4*>(static_cast<u16*>(a.operand) + at)[half] = eight_bf16(value);
+      uint4 words = make_uint4(0, 0, 0, 0);
+      if (MODE == 5) {
+        float value[8];
+        operand_f32(b.codes[half], b.byte ? exact_scale(b.byte) : 0.0f, value);
+        words = eight_bf16(value);
+      } else if (b.byte) {
+        words = signed_bf16(b.q + 8 * half, b.scale, v + 8 * half);
+      }
+      reinterpret_cast<uint4*>(o.operand)[half] = words;
     }
   }
 }
 
-FP4_D void store_mx(const Rows& a, i64 row, i64 block, const float* v, u32 amax) {
+FP4_D void store_mx(const Out& o, bool first, const float* v, u32 amax) {
   const u32 byte = e8m0<E4M3>(amax);
   const float up = e8m0_inverse(byte), scale = MODE == 4 ? 1.0f : e8m0_value(byte);
-  const i64 at = row * a.padded + block * 16;
   u32 words[4];
 FP4_UNROLL
   for (int w = 0; w < 4; ++w) {
@@ -169,95 +193,231 @@ FP4_UNROLL
     for (int i = 0; i < 4; ++i) y[i] = mul(v[4 * w + i], up);
     words[w] = byte == 255 ? 0u : pack_e4m3(y);
   }
-  *reinterpret_cast<uint4*>(a.codes + at) = make_uint4(words[0], words[1], words[2], words[3]);
-  if (block % 2 == 0) a.scales[at / 32] = (u8)byte;
+  *reinterpret_cast<uint4*>(o.codes) = make_uint4(words[0], words[1], words[2], words[3]);
+  if (first) *o.scales = (u8)byte;
   if (OPERAND == BF16_FORM) {
 FP4_UNROLL
     for (int h = 0; h < 2; ++h) {
       float value[8];
       decode4(words[2 * h], scale, value);
       decode4(words[2 * h + 1], scale, value + 4);
-      reinterpret_cast<uint4*>(static_cast<u16*>(a.operand) + at)[h] = eight_bf16(value);
+      reinterpret_cast<uint4*>(o.operand)[h] = eight_bf16(value);
     }
   }
 }
 
 // All lanes of a warp come here: neighbours share an MX block.
-FP4_D void store(const Rows& a, i64 row, i64 block, float* v, u32 amax, u32 block_amax, float s,
-                 float outer, const Tables& tables) {
-  const bool inside = block * 16 < a.padded;
+FP4_D void store(const Out& o, bool inside, bool first, float* v, u32 amax, u32 block_amax,
+                 float s, float outer, const Tables& tables) {
   if (NVFP4) {
-    if (inside) store_nvfp4(a, row, block, v, amax, block_amax, s, outer, tables);
+    if (inside) store_nvfp4(o, v, amax, block_amax, s, outer, tables);
     return;
   }
   u32 group = amax;
   if (MODE == 3) group = max_u(block_amax, __shfl_xor_sync(0xffffffffu, block_amax, 1));
-  if (inside) store_mx(a, row, block, v, group);
+  if (inside) store_mx(o, first, v, group);
 }
 
-// Registers a thread may have: 64 where a row is one block a thread and the search is not in FP32.
-constexpr int MIN_CTAS = MODE != 1 && MODE != 2 && BLOCKS == 1 ? 2 : 1;
+// The place of block n from the place of block 0: a constant where the threads are known.
+FP4_D Out moved(const Out& o, u32 n) {
+  constexpr int bits = NVFP4 ? 4 : 8, group = NVFP4 ? 16 : 32, size = OPERAND == BF16_FORM ? 2 : 1;
+  const u32 by = n * threads() * 16;
+  Out m;
+  m.codes = o.codes + by * bits / 8;
+  m.scales = o.scales + by / group;
+  m.operand = o.operand + by * size;
+  return m;
+}
 
-extern "C" __global__ void __launch_bounds__(512, MIN_CTAS) quantize_rows(Rows a) {
+// ---- rows in flight -----------------------------------------------------------------------------
+
+constexpr int N = BLOCKS ? BLOCKS : 1;
+constexpr bool STAGED = WIDE && BLOCKS;
+
+#ifdef FP4_EMULATE
+static uint4 staged_rows[1 << 16];
+#else
+extern __shared__ uint4 staged_rows[];
+#endif
+
+FP4_D void copy16(uint4* to, const void* from, bool inside) {
+#ifdef FP4_EMULATE
+  *to = inside ? *static_cast<const uint4*>(from) : make_uint4(0, 0, 0, 0);
+#else
+  const u32 at = (u32)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from),
+               "r"(inside ? 16 : 0));
+#endif
+}
+
+FP4_D void copies_issued() {
+#ifndef FP4_EMULATE
+  asm volatile("cp.async.commit_group;");
+#endif
+}
+
+// All but the latest `AHEAD` rows have arrived.
+template <int AHEAD>
+FP4_D void wait_for_copies() {
+#ifndef FP4_EMULATE
+  asm volatile("cp.async.wait_group %0;" ::"n"(AHEAD) : "memory");
+#endif
+}
+
+constexpr int PIECES = XD == F32 ? 4 : 2;  // of 16 bytes, in a block of one tensor
+
+// Piece `p` of a warp's 32 blocks; permuted, so that a thread's own pieces meet no bank conflict.
+FP4_D uint4* staged(u32 slot, u32 n, u32 tensor, u32 p) {
+  const u32 warp = threadIdx.x / 32, warps = threads() / 32;
+  const u32 first = ((slot * N + n) * (1 + GATED) + tensor) * warps + warp;
+  return staged_rows + first * 32 * PIECES + (p ^ (p >> 3 & (PIECES - 1)));
+}
+
+// Start to copy a warp's blocks of a row, in whole lines.
+FP4_D void stage(const Rows& a, i64 row, u32 slot) {
+  const u32 lane = threadIdx.x % 32;
+  __syncwarp();  // every lane has read what the slot held
+FP4_UNROLL
+  for (int n = 0; n < N; ++n) {
+    const i64 first = (threadIdx.x - lane + n * threads()) * 16;
+FP4_UNROLL
+    for (int tensor = 0; tensor <= GATED; ++tensor) {
+      const Term& t = tensor ? a.up : a.x;
+FP4_UNROLL
+      for (int c = 0; c < PIECES; ++c) {
+        const u32 p = c * 32 + lane;
+        const i64 column = first + p * (16 / PIECES);
+        const bool inside = row < a.rows && has(a, column);
+        const i64 at = inside ? (row * t.ld + column) * (XD == F32 ? 4 : 2) : 0;
+        copy16(staged(slot, n, tensor, p), static_cast<const u8*>(t.acc) + at, inside);
+      }
+    }
+  }
+  copies_issued();
+}
+
+FP4_D void unstage(u32 slot, u32 n, RawBlock& raw) {
+  const u32 lane = threadIdx.x % 32;
+FP4_UNROLL
+  for (int c = 0; c < PIECES; ++c) {
+    u32* w = raw.x[c / (PIECES / 2)].w + c % (PIECES / 2) * 4;
+    const uint4 q = *staged(slot, n, 0, lane * PIECES + c);
+    w[0] = q.x, w[1] = q.y, w[2] = q.z, w[3] = q.w;
+#if GATED
+    u32* up = raw.up[c / (PIECES / 2)].w + c % (PIECES / 2) * 4;
+    const uint4 r = *staged(slot, n, 1, lane * PIECES + c);
+    up[0] = r.x, up[1] = r.y, up[2] = r.z, up[3] = r.w;
+#endif
+  }
+}
+
+// ---- the kernel ---------------------------------------------------------------------------------
+
+struct RowScale {
+  u32 amax;
+  float s, outer;
+};
+
+// S, what is stored of it, and the maximum that the blocks are scaled with.
+FP4_D RowScale row_scale(const Rows& a, i64 row, u32 amax, u32* memory, u32& phase) {
+  const float bound = MODE == 0 ? BOUND_PLAIN : MODE == 1 ? BOUND_SEARCH : BOUND_EXACT;
+  RowScale r;
+  r.amax = MODE == 3 ? 0 : a.amax ? *a.amax : cta_max(amax, memory, phase);
+  r.s = NVFP4 ? outer_inverse(r.amax, bound) : 0.0f;
+  // The exact searches need no outer scale: one thread computes what is stored.
+  const bool first = threadIdx.x == 0 && (!a.amax || row == 0);
+  r.outer = NVFP4 && (MODE < 2 || first) ? outer_scale(r.amax, r.s) : 0.0f;
+  if (first && MODE != 3)
+    a.outer[a.amax ? 0 : row] = MODE == 4 ? e8m0_value(e8m0<E4M3>(r.amax)) : r.outer;
+  return r;
+}
+
+// A row whose tensor is quantized as it is: read from shared memory again after the barrier.
+FP4_D void same_row(const Rows& a, const Factors& f, i64 row, u32 slot, u32* memory, u32& phase,
+                    const Tables& tables) {
+  u32 amax = 0, block_amax[N];
+FP4_UNROLL
+  for (int n = 0; n < N; ++n) {
+    RawBlock raw;
+    unstage(slot, n, raw);
+    block_amax[n] = raw_max(raw);
+    amax = max_u(amax, block_amax[n]);
+  }
+  const RowScale r = row_scale(a, row, amax, memory, phase);
+  const Out out = out_of(a, row, column_of(0));
+FP4_UNROLL
+  for (int n = 0; n < N; ++n) {
+    RawBlock raw;
+    float v[16];
+    unstage(slot, n, raw);
+    evaluate(a, f, row, column_of(n), raw, v);
+    store(moved(out, n), has(a, column_of(n)), threadIdx.x % 2 == 0, v, r.amax, block_amax[n], r.s,
+          r.outer, tables);
+  }
+}
+
+// A row of an activation: its values stay in registers across the barrier.
+FP4_D void computed_row(const Rows& a, const Factors& f, i64 row, u32 slot, u32* memory,
+                        u32& phase, const Tables& tables) {
+  float v[N][16];
+  u32 amax = 0, block_amax[N];
+FP4_UNROLL
+  for (int n = 0; n < N; ++n) {
+    RawBlock raw;
+    if (STAGED) unstage(slot, n, raw);
+    else fetch(a, row, column_of(n), raw);
+    evaluate(a, f, row, column_of(n), raw, v[n]);
+    block_amax[n] = block_max_nan(v[n]);
+    amax = max_u(amax, block_amax[n]);
+  }
+  const RowScale r = row_scale(a, row, amax, memory, phase);
+  const Out out = out_of(a, row, column_of(0));
+FP4_UNROLL
+  for (int n = 0; n < N; ++n)
+    store(moved(out, n), has(a, column_of(n)), threadIdx.x % 2 == 0, v[n], r.amax, block_amax[n],
+          r.s, r.outer, tables);
+}
+
+// A row of any length, read twice.
+FP4_D void long_row(const Rows& a, const Factors& f, i64 row, u32* memory, u32& phase,
+                    const Tables& tables) {
+  RawBlock raw;
+  float v[16];
+  u32 amax = 0;
+  const u32 rounds = (u32)((a.padded / 16 + threads() - 1) / threads());
+  for (u32 n = 0; n < rounds && !a.amax && MODE != 3; ++n) {
+    fetch(a, row, column_of(n), raw);
+    evaluate(a, f, row, column_of(n), raw, v);
+    if (has(a, column_of(n))) amax = max_u(amax, block_max_nan(v));
+  }
+  const RowScale r = row_scale(a, row, amax, memory, phase);
+  for (u32 n = 0; n < rounds; ++n) {
+    fetch(a, row, column_of(n), raw);
+    evaluate(a, f, row, column_of(n), raw, v);
+    store(out_of(a, row, column_of(n)), has(a, column_of(n)), threadIdx.x % 2 == 0, v, r.amax,
+          block_max_nan(v), r.s, r.outer, tables);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(512, CTAS) quantize_rows(Rows a) {
   __shared__ u32 memory[64];
   __shared__ Tables tables;
   fill(tables);
-  const float bound = MODE == 0 ? BOUND_PLAIN : MODE == 1 ? BOUND_SEARCH : BOUND_EXACT;
-  constexpr int N = BLOCKS ? BLOCKS : 1;
   const Factors f = factors_of(a);
-  u32 phase = 0;
-  RawBlock next[N];
-  if (BLOCKS)
+  u32 phase = 0, slot = 0;
+  if (STAGED)
 FP4_UNROLL
-    for (int n = 0; n < N; ++n) fetch(a, blockIdx.x, threadIdx.x + n * (i64)blockDim.x, next[n]);
+    for (int i = 0; i < STAGES - 1; ++i) stage(a, blockIdx.x + i * (i64)gridDim.x, i);
   for (i64 row = blockIdx.x; row < a.rows; row += gridDim.x) {
-    float v[N][16];
-    RawBlock now[N];
-    u32 amax = 0, block_amax[N];
-    if (BLOCKS) {
-FP4_UNROLL
-      for (int n = 0; n < N; ++n) {
-        const i64 block = threadIdx.x + n * (i64)blockDim.x;
-        now[n] = next[n];
-        if (SAME) {
-          block_amax[n] = raw_max(now[n]);
-        } else {
-          evaluate(a, f, row, block, now[n], v[n]);
-          block_amax[n] = block_max_nan(v[n]);
-        }
-        amax = max_u(amax, block_amax[n]);
-        fetch(a, row + gridDim.x, block, next[n]);
-      }
-    } else if (!a.amax && MODE != 3) {
-      for (i64 block = threadIdx.x; block * 16 < a.padded; block += blockDim.x) {
-        fetch(a, row, block, next[0]);
-        evaluate(a, f, row, block, next[0], v[0]);
-        amax = max_u(amax, block_max_nan(v[0]));
-      }
+    if (STAGED) {
+      const u32 free = slot ? slot - 1 : STAGES - 1;  // the slot of the row before
+      stage(a, row + (STAGES - 1) * (i64)gridDim.x, free);
+      wait_for_copies<STAGES - 1>();
+      __syncwarp();
     }
-    if (MODE != 3) amax = a.amax ? *a.amax : cta_max(amax, memory, phase);
-    const float s = NVFP4 ? outer_inverse(amax, bound) : 0.0f;
-    // The exact searches need no outer scale: one thread computes what is stored.
-    const bool first = threadIdx.x == 0 && (!a.amax || row == 0);
-    float outer = 0.0f;
-    if (NVFP4 && (MODE < 2 || first)) outer = outer_scale(amax, s);
-    if (first && MODE != 3)
-      a.outer[a.amax ? 0 : row] = MODE == 4 ? e8m0_value(e8m0<E4M3>(amax)) : outer;
-    if (BLOCKS) {
-FP4_UNROLL
-      for (int n = 0; n < N; ++n) {
-        const i64 block = threadIdx.x + n * (i64)blockDim.x;
-        if (SAME) evaluate(a, f, row, block, now[n], v[n]);
-        store(a, row, block, v[n], amax, block_amax[n], s, outer, tables);
-      }
-    } else {
-      const i64 rounds = (a.padded / 16 + blockDim.x - 1) / blockDim.x;
-      for (i64 n = 0; n < rounds; ++n) {
-        const i64 block = threadIdx.x + n * blockDim.x;
-        fetch(a, row, block, next[0]);
-        evaluate(a, f, row, block, next[0], v[0]);
-        store(a, row, block, v[0], amax, block_max_nan(v[0]), s, outer, tables);
-      }
-    }
+    if (!BLOCKS) long_row(a, f, row, memory, phase, tables);
+    else if (STAGED && SAME) same_row(a, f, row, slot, memory, phase, tables);
+    else computed_row(a, f, row, slot, memory, phase, tables);
+    slot = slot + 1 == STAGES ? 0 : slot + 1;
   }
 }

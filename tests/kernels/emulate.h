@@ -130,6 +130,8 @@ int launch(void (*kernel)(A), const A* a, unsigned gx, unsigned gy, unsigned thr
 
 inline void __syncthreads() { emulate::wait_in(emulate::AT_BARRIER); }
 
+inline void __syncwarp() { emulate::exchange(0, [](const unsigned*, unsigned) { return 0u; }); }
+
 inline unsigned __shfl_xor_sync(unsigned, unsigned v, unsigned lane) {
   return emulate::exchange(v, [=](const unsigned* s, unsigned me) { return s[me ^ lane]; });
 }

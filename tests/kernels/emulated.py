@@ -47,7 +47,7 @@ def library(file: str, defines: cuda_loader.Defines) -> ctypes.CDLL:
     return ctypes.CDLL(str(cache.fetch(name + ".so", build)))
 
 
-def launch(file, kernel, defines, arguments, grid, threads, device) -> None:
+def launch(file, kernel, defines, arguments, grid, threads, device, shared=0) -> None:
     function = getattr(library(file, defines), f"launch_{kernel}")
     assert function(ctypes.byref(arguments), *grid, threads, order) == 0, "threads miss a barrier"
 

@@ -41,7 +41,9 @@ def test_rows_in_other_dtypes(dtype: torch.dtype) -> None:
 
 def test_rows_longer_than_a_thread_holds(monkeypatch) -> None:
     for held in (2, 0):
-        monkeypatch.setattr(cuda_kernels, "_team", lambda blocks, held=held: (32, held))
+        monkeypatch.setattr(
+            cuda_kernels, "_team", lambda *a, held=held: cuda_kernels.Team(32, held, 1, 2)
+        )
         cases.check_rows("nvfp4:row:fp8_exact", "e4m3", cases.matrix(7, 1000, torch.bfloat16, CPU))
     cases.check_rows("mxfp8:32", "bf16", cases.matrix(7, 1500, torch.bfloat16, CPU))
 
