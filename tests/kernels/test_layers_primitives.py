@@ -16,7 +16,14 @@ from primitive_cases import GRADIENTS, Case, Tensors, every_case, gradient_cases
 
 fp4 = torch.ops.fp4
 F32 = torch.float32
-SIZES = [(37, 48), (64, 33), (1, 17), (70, 130), (0, 48), (5, 0)]
+SIZES = [
+    (37, 48),
+    (64, 33),
+    (1, 17),
+    (70, 130),
+    (0, 48),
+    (5, 0),
+]  # the larger ones with NaN and Inf
 needs_native = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
 
 
@@ -35,10 +42,9 @@ def test_every_primitive_has_a_case() -> None:
 
 @needs_native
 @pytest.mark.parametrize("m,n", SIZES)
-@pytest.mark.parametrize("rough", [False, True])
-def test_native_kernels_give_the_reference_bits(m: int, n: int, rough: bool, monkeypatch) -> None:
+def test_native_kernels_give_the_reference_bits(m: int, n: int, monkeypatch) -> None:
     """All results, stochastic ones and column sums included."""
-    cases = every_case(Tensors(m, n, seed=10 * m + n, rough=rough))
+    cases = every_case(Tensors(m, n, seed=10 * m + n, rough=m > 60))
     fast = [results(case) for case in cases]
     assert fallback.native_for(torch.device("cpu")) is not None
     monkeypatch.setattr(fallback, "native_for", lambda device: None)
@@ -55,7 +61,7 @@ def test_threads_change_no_bit(native_kernels: bool, monkeypatch) -> None:
     if not native_kernels:
         monkeypatch.setattr(fallback, "native_for", lambda device: None)
     cases = [case for case in every_case(Tensors(400, 100)) if case[0] != "scaled_mm"]
-    cases = cases[::8] if native_kernels else cases[::25]
+    cases = cases[::9] if native_kernels else cases[::40]
     torch.set_num_threads(1)
     one = [results(case) for case in cases]
     torch.set_num_threads(2)
