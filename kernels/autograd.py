@@ -15,7 +15,7 @@ from torch import Tensor
 from .activations import ACTIVATIONS
 from .errors import InputError
 from .formats import Scheme
-from .layer import STREAMS, Layer, Quantized, Term
+from .layer import STREAMS, Layer, Quantized, Term, acc_dtype
 
 ops = torch.ops.fp4
 
@@ -81,10 +81,10 @@ def backward_gemms(
     d_operand, d_factor, w_operand, w_factor = quantized[:4]
     m, n, k = sizes
     dx = dw = None
+    if need[1]:  # first: what it reads is gone before the gradient of the layer below is there
+        dw = layer.wgrad(g, w_operand, w_factor, saved_x, seed, stream, n, k, dtype)
     if need[0]:
         dx = layer.dgrad(g, d_operand, d_factor, saved_w, seed, stream, m, k)
-    if need[1]:
-        dw = layer.wgrad(g, w_operand, w_factor, saved_x, seed, stream, n, k, dtype)
     return dx, dw
 
 
@@ -95,12 +95,17 @@ def backward_layer(
     """dx (before its factors), dw and the FP32 bias gradient of one layer; g is [M, N]."""
     need_x, need_w, need_b = need
     d_fmt, w_fmt, d_form, w_form = layer.gradient_formats(need_x, need_w)
+    if d_fmt and w_fmt and layer.one_orientation_at_a_time:
+        rest = (seed, stream, k, dtype)
+        _, dw, db = backward_layer(
+            layer, g, saved_x, saved_w, (False, need_w, need_b), *rest
+        )
+        dx, _, _ = backward_layer(layer, g, saved_x, saved_w, (need_x, False, False), *rest)
+        return dx, dw, db
     quantized: tuple = (None,) * 5
     if d_fmt or w_fmt or need_b:
         fold = layer.fold(saved_x, need_w)
-        quantized = ops.quantize_grad(
-            g, fold, d_fmt, w_fmt, d_form, w_form, need_b, seed, stream
-        )
+        quantized = ops.quantize_grad(g, fold, d_fmt, w_fmt, d_form, w_form, need_b, seed, stream)
     sizes = (*g.shape, k)
     dx, dw = backward_gemms(
         layer, g, quantized, saved_x, saved_w, (need_x, need_w), seed, stream, sizes, dtype
@@ -218,11 +223,16 @@ def backward_hidden(
     layer: Layer, gh: Term, z: Term, act: str, saved_x: tuple, saved_w: tuple,
     need: tuple[bool, bool, bool], seed: Tensor | None, stream: int, k: int, dtype: torch.dtype,
 ) -> tuple[Term | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """As `backward_layer` for g = gh * act'(z), which is never stored where both GEMMs quantize."""
+    """As `backward_layer` for g = gh * act'(z), in one primitive where both GEMMs quantize.
+
+    Where `Layer.stores_hidden_gradient`, g is written by a pointwise kernel instead.
+    """
     need_x, need_w, need_b = need
     d_fmt, w_fmt, d_form, w_form = layer.gradient_formats(need_x, need_w)
-    if (need_x and not d_fmt) or (need_w and not w_fmt) or not (need_x or need_w):
+    apart = (need_x and not d_fmt) or (need_w and not w_fmt) or not (need_x or need_w)
+    if apart or layer.stores_hidden_gradient:
         dz = ACTIVATIONS[act].backward(gh.value(torch.float32), z.value(torch.float32))
+        dz = dz.to(acc_dtype(layer.out_dtype)) if layer.stores_hidden_gradient else dz
         return backward_layer(layer, dz, saved_x, saved_w, need, seed, stream, k, dtype)
     fold = layer.fold(saved_x, need_w)
     quantized = ops.act_grad_quantize(
@@ -308,8 +318,11 @@ def backward_gated(
     """dx, dw, db of gate and of up, from the gradient of act(gate) * up."""
     formats = [a.gradient_formats(*need[:2]) for a, need in zip(layers, needs)]
     streams = (STREAMS, 2 * STREAMS)
-    if not all(f[0] and f[1] for f in formats):
+    stored = layers[0].stores_hidden_gradient
+    if stored or not all(f[0] and f[1] for f in formats):
         grads = _gated_gradients(gh, zs, act)
+        if stored:
+            grads = tuple(dz.to(acc_dtype(layers[0].out_dtype)) for dz in grads)
         return [
             backward_layer(a, dz, x, w, need, seed, stream, k, dtype)
             for a, dz, x, w, need, stream, dtype
@@ -332,7 +345,7 @@ def backward_gated(
     return out
 
 
-def _gated_gradients(gh: Term, zs: tuple[Term, Term], act: str) -> tuple[Tensor, Tensor]:
+def _gated_gradients(gh: Term, zs: tuple[Term, Term], act: str) -> tuple[Tensor, ...]:
     dh, gate, up = (t.value(torch.float32) for t in (gh, *zs))
     row = ACTIVATIONS[act]
     return row.backward(dh * up, gate), dh * row.forward(gate)

@@ -69,7 +69,7 @@ def acc_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Layer:
-    """One linear's scheme on one device. ``out_dtype``: dtype of y; ``hidden``: y is never stored."""
+    """One linear's scheme on one device; ``out_dtype`` is the dtype of y."""
 
     scheme: Scheme
     out_dtype: torch.dtype
@@ -79,6 +79,21 @@ class Layer:
         """The engine of GEMM ``name``; the original precision has none."""
         left, right = getattr(self.scheme, name)
         return engines.choose(self._format(left, name), self._format(right, name), self.device)
+
+    @property
+    def stores_hidden_gradient(self) -> bool:
+        """True where g * act'(z) of a chain is written, as BF16, by a pointwise kernel.
+
+        Inductor writes it over the gradient that it is made of and frees z, so backward needs two
+        hidden tensors at a time, not three; the bytes moved are the same.
+        """
+        return self.device.type == "cuda" and self.out_dtype != torch.float32
+
+    @property
+    def one_orientation_at_a_time(self) -> bool:
+        """True where the two operands of a gradient are as large as itself, and made in turn."""
+        forms = {self.engine(g).operand for g in ("dgrad", "wgrad") if getattr(self.scheme, g)}
+        return forms == {"bf16"}
 
     def _backward_engine(self, name: str) -> str:
         engine = self.engine(name)
@@ -199,7 +214,7 @@ class Layer:
     def _right(
         self, name: str, saved: tuple[Tensor, ...], k: int, seed: Tensor | None, stream: int
     ) -> tuple[Tensor, Tensor | None]:
-        """The operand [K, reduced] that a backward GEMM reads beside the gradient, and its factor."""
+        """The operand [K, reduced] beside the gradient in a backward GEMM, and its factor."""
         gradient, op = getattr(self.scheme, name)
         form = self.engine(name).operand
         codes, scales, factor = saved
@@ -223,4 +238,3 @@ class Layer:
         """True where a backward operand that is needed is rounded stochastically."""
         gemms = (self.scheme.dgrad if need_x else None, self.scheme.wgrad if need_w else None)
         return any(o.format is not None and o.format.stochastic for g in gemms if g for o in g)
-
