@@ -29,6 +29,7 @@ void decode_one(const Decode& d, i64 row, std::vector<u8>& code, std::vector<flo
 void decode_all(const Decode& d) {
   const i64 block = d.kind == NVFP4 ? 16 : 32;
   if (!d.transpose) {
+    expect_large(d.values, d.rows * d.padded * 4);
     parallel(d.rows, d.padded, d.threads, [&](i64 first, i64 last) {
       std::vector<u8> code(d.padded);
       std::vector<float> scale(d.padded / block);
@@ -37,6 +38,7 @@ void decode_all(const Decode& d) {
     return;
   }
   const i64 ld = (d.rows + block - 1) / block * block;
+  expect_large(d.values, ld * d.cols * 4);
   parallel((ld + TILE - 1) / TILE, TILE * d.padded, d.threads, [&](i64 first, i64 last) {
     std::vector<u8> code(d.padded);
     std::vector<float> scale(d.padded / block), panel(TILE * d.padded);
@@ -122,8 +124,8 @@ void column_values(const float* __restrict x, float fold, const float* __restric
                    float* __restrict out) {
   for (i64 i = 0; i < n; ++i) {
     const float y = mul(mul(x[i], fold), factor[i]);
-    const u32 code = STOCHASTIC ? encode_stochastic<T>(y, random16[i]) : encode<T>(y);
-    out[i] = mul(decode<T>(factor[i] == 0.0f ? 0u : code), scale[i]);
+    const float value = STOCHASTIC ? stochastic<T>(y, random16[i]) : nearest<T>(y);
+    out[i] = mul(factor[i] == 0.0f ? 0.0f : value, scale[i]);
   }
 }
 
@@ -136,9 +138,9 @@ void gradient_row(const Side& side, const float* x, const u16* random16, i64 row
   mx_scales<T>(p.amax.data(), blocks, side.group, bytes.data(), p.factor.data(), p.byte.data(),
                p.scale.data());
   if (side.factor) side.factor[row] = e8m0_value(bytes[0]);
-  encode_row<T, 32>(side.stochastic, x, p.factor.data(), p.byte.data(), random16, blocks,
-                    p.code.data());
-  decode_row<T, 32>(p.code.data(), p.scale.data(), blocks, side.values + row * padded);
+  auto round = side.stochastic ? round_row<T, 32, true> : round_row<T, 32, false>;
+  round(x, p.factor.data(), p.byte.data(), p.scale.data(), random16, blocks,
+        side.values + row * padded);
 }
 
 // A strip of 32 rows in w's orientation, 32 columns at a time.
@@ -168,6 +170,8 @@ void gradient_columns(const Gradient& a, i64 strip, const u32* byte, const Panel
 void gradient_both(const Gradient& a) {
   const i64 padded = a.padded(), rows = a.g.rows;
   const bool stochastic = a.d.stochastic || a.w.stochastic;
+  expect_large(a.d.values, rows * padded * 4);
+  expect_large(a.w.values, a.g.cols * a.strips() * 32 * 4);
   std::vector<u32> amax;
   std::vector<float> sums;
   if (a.w.kind >= 0 || a.sums) gradient_strips(a, amax, sums);

@@ -67,7 +67,9 @@ def _group(fmt: TensorFormat) -> int:
 
 
 def _search(fmt: TensorFormat) -> int:
-    return 2 if fmt.block_scales == "fp8_exact" else 1 if fmt.scale_search is not None else 0
+    if fmt.block_scales == "fp8_exact":
+        return 3 if fmt.scale_search == "half" else 2
+    return 1 if fmt.scale_search is not None else 0
 
 
 def _check_seed(fmt: TensorFormat, seed: Tensor | None) -> Tensor | None:
@@ -85,7 +87,7 @@ def supports(fmt: TensorFormat) -> bool:
     """Whether `quantize` and `decode` know ``fmt``; the others go through `reference`."""
     if fmt.format not in KINDS or fmt.rotation is not None:
         return False
-    if isinstance(fmt.scale_search, str) and fmt.scale_search != "four_over_six":
+    if isinstance(fmt.scale_search, str) and fmt.scale_search not in ("four_over_six", "half"):
         return False
     tile, exact = fmt.block == "tile", fmt.block_scales == "fp8_exact"
     return not (tile and fmt.outer == "row" or exact and (tile or fmt.stochastic))

@@ -20,10 +20,17 @@ from pathlib import Path
 from . import cache
 
 HERE = Path(__file__).parent
-SOURCES = ("native.cpp", "native_quantize.h", "native_rows.h", "cuda/numerics.cuh")
+SOURCES = (
+    "native.cpp",
+    "native_quantize.h",
+    "native_search.h",
+    "native_rows.h",
+    "cuda/numerics.cuh",
+)
 # -ffp-contract=off and no -ffast-math: the order of operations is part of the format.
 FLAGS = "-std=c++17 -O3 -fPIC -shared -pthread -fno-math-errno -fno-trapping-math -ffp-contract=off"
-FLAG_SETS = (FLAGS + " -march=native", FLAGS)
+NATIVE = FLAGS + " -march=native"
+FLAG_SETS = (NATIVE + " -mprefer-vector-width=512", NATIVE, FLAGS)  # the first that compiles
 
 
 def compiler() -> list[str] | None:

@@ -1,11 +1,10 @@
 // A matrix along its rows or columns to codes, scales and outer scale, in every format.
 #pragma once
-#include "native_rows.h"
+#include "native_search.h"
 
 namespace {
 
 enum Kind { NVFP4, MXFP8, MXFP4 };
-enum Search { PLAIN, FACTORS, EXACT };
 
 struct Quantize {
   Matrix x;
@@ -26,122 +25,6 @@ struct Quantize {
   i64 blocks() const { return padded() / block(); }
 };
 
-struct Panel {
-  std::vector<float> x, t, factor, scale;
-  std::vector<u32> amax;
-  std::vector<u16> random16;
-  std::vector<u8> code, byte;
-
-  Panel(i64 rows, i64 padded, i64 blocks, bool stochastic)
-      : x(rows * padded), t(padded), factor(blocks), scale(blocks), amax(rows * blocks),
-        random16(stochastic ? rows * padded : 0), code(padded), byte(blocks) {}
-};
-
-// W blocks of a row side by side, element i of all of them adjacent, so that their errors, each
-// summed in order, are computed together. Blocks past the end are zero.
-constexpr int W = 16;
-
-struct Blocks {
-  alignas(64) float x[16][W], t[16][W];  // what is rounded, what the result is compared with
-  alignas(64) float factor[W], scale[W], best_factor[W], best_scale[W], best[W], base[W];
-  alignas(64) u32 byte[W], best_byte[W];
-};
-
-void load_blocks(const float* __restrict row, i64 count, float (*__restrict out)[W]) {
-  for (int i = 0; i < 16; ++i)
-    for (i64 b = 0; b < W; ++b) out[i][b] = b < count ? row[b * 16 + i] : 0.0f;
-}
-
-// Keeps the candidate in byte, scale, factor where its error is strictly smaller than the best.
-void try_candidate(Blocks& k, bool first) {
-  alignas(64) float err[W] = {};
-  for (int i = 0; i < 16; ++i)
-    for (int b = 0; b < W; ++b) {
-      const float v = mul(nearest<E2M1>(mul(k.x[i][b], k.factor[b])), k.scale[b]);
-      const float d = sub(v, k.t[i][b]);
-      err[b] = add(err[b], mul(d, d));
-    }
-  for (int b = 0; b < W; ++b) {
-    const bool better = first || err[b] < k.best[b];
-    k.best[b] = better ? err[b] : k.best[b];
-    k.best_byte[b] = better ? k.byte[b] : k.best_byte[b];
-    k.best_scale[b] = better ? k.scale[b] : k.best_scale[b];
-    k.best_factor[b] = better ? k.factor[b] : k.best_factor[b];
-  }
-}
-
-void keep_best(const Blocks& k, i64 first, i64 count, Panel& p) {
-  for (i64 b = 0; b < count; ++b) {
-    p.byte[first + b] = (u8)k.best_byte[b];
-    p.scale[first + b] = k.best_scale[b];
-    p.factor[first + b] = k.best_factor[b];
-  }
-}
-
-// Scale byte and factor of each block by the E4M3 rule.
-void plain_factors(const Quantize& q, const u32* amax, float s, float outer, Panel& p) {
-  for (i64 b = 0; b < q.blocks(); ++b) {
-    const float base = block_base(amax[b], s);
-    const u32 byte = q.stochastic ? e4m3_ceil(base) : encode<E4M3>(base);
-    p.byte[b] = (u8)byte;
-    p.scale[b] = decode<E4M3>(byte);
-    p.factor[b] = byte ? block_inverse(p.scale[b], outer) : 0.0f;
-  }
-}
-
-// The best of the block scales e4m3(base * f).
-void searched_factors(const Quantize& q, const u32* amax, float s, float outer, Panel& p,
-                      const float* x) {
-  const i64 blocks = q.blocks();
-  Blocks k;
-  for (i64 first = 0; first < blocks; first += W) {
-    const i64 count = std::min<i64>(W, blocks - first);
-    load_blocks(x + first * 16, count, k.x);
-    for (int i = 0; i < 16; ++i)
-      for (int b = 0; b < W; ++b) k.t[i][b] = mul(k.x[i][b], s);
-    for (int b = 0; b < W; ++b) k.base[b] = block_base(b < count ? amax[first + b] : 0, s);
-    for (i64 c = 0; c < q.n_factors; ++c) {
-      const float multiple = q.factors[c];
-      for (int b = 0; b < W; ++b) {
-        k.byte[b] = encode<E4M3>(mul(k.base[b], multiple));
-        k.scale[b] = decode<E4M3>(k.byte[b]);
-        const float inverse = block_inverse(k.scale[b], outer);
-        k.factor[b] = k.byte[b] ? inverse : 0.0f;
-      }
-      try_candidate(k, c == 0);
-    }
-    keep_best(k, first, count, p);
-  }
-}
-
-// The FP8-exact search on p.t = x * s.
-void exact_factors(const Quantize& q, float s, Panel& p, const float* x) {
-  const i64 blocks = q.blocks();
-  for (i64 i = 0; i < q.padded(); ++i) p.t[i] = mul(x[i], s);
-  Blocks k;
-  u32 index[W], amax[W];
-  for (i64 first = 0; first < blocks; first += W) {
-    const i64 count = std::min<i64>(W, blocks - first);
-    load_blocks(p.t.data() + first * 16, count, k.t);
-    std::copy(&k.t[0][0], &k.t[0][0] + 16 * W, &k.x[0][0]);
-    for (int b = 0; b < W; ++b) amax[b] = 0;
-    for (int i = 0; i < 16; ++i)
-      for (int b = 0; b < W; ++b) amax[b] = max_u(amax[b], magnitude(k.t[i][b]));
-    for (int b = 0; b < W; ++b) index[b] = exact_index(amax[b]);
-    for (int step : {0, 1, -1}) {
-      for (int b = 0; b < W; ++b) {
-        const i32 j = std::min(std::max((i32)index[b] + step, 0), (i32)EXACT_COUNT - 1);
-        k.byte[b] = exact_byte((u32)j);
-        k.scale[b] = exact_scale(k.byte[b]);
-        k.factor[b] = exact_reciprocal(k.scale[b]);
-      }
-      try_candidate(k, step == 0);
-    }
-    for (int b = 0; b < W; ++b) k.best_byte[b] = amax[b] ? k.best_byte[b] : 0;
-    keep_best(k, first, count, p);
-  }
-}
-
 void nvfp4_row(const Quantize& q, i64 row, const float* x, const u32* amax, u32 group_amax,
                const u16* random16, Panel& p) {
   const i64 blocks = q.blocks(), padded = q.padded();
@@ -156,12 +39,20 @@ void nvfp4_row(const Quantize& q, i64 row, const float* x, const u32* amax, u32 
     if (values) std::fill(values, values + padded, 0.0f);
     return;
   }
-  if (q.search == EXACT) exact_factors(q, s, p, x);
-  else if (q.search == FACTORS) searched_factors(q, amax, s, outer, p, x);
-  else plain_factors(q, amax, s, outer, p);
-  const float* source = q.search == EXACT ? p.t.data() : x;
-  encode_row<E2M1, 16>(q.stochastic, source, p.factor.data(), p.byte.data(), random16, blocks,
-                       p.code.data());
+  const bool exact = q.search == EXACT || q.search == HALF;
+  const float* source = exact ? p.t.data() : x;
+  if (exact)
+    for (i64 i = 0; i < padded; ++i) p.t[i] = mul(x[i], s);
+  if (q.search == EXACT) exact_factors<false>(source, blocks, p);
+  else if (q.search == HALF) exact_factors<true>(source, blocks, p);
+  else if (q.search == FACTORS)
+    searched_factors(amax, blocks, q.factors, q.n_factors, s, outer, x, p);
+  else plain_factors(amax, blocks, q.stochastic, s, outer, p);
+  if (q.search == HALF)
+    half_codes(source, p.unit.data(), p.factor.data(), p.byte.data(), blocks, p.code.data());
+  else
+    encode_row<E2M1, 16>(q.stochastic, source, p.factor.data(), p.byte.data(), random16, blocks,
+                         p.code.data());
   pack_row(p.code.data(), padded, codes);
   std::copy(p.byte.begin(), p.byte.end(), scales);
   if (values) decode_row<E2M1, 16>(p.code.data(), p.scale.data(), blocks, values);
@@ -242,6 +133,7 @@ void quantize_all(const Quantize& q) {
   const i64 rows = q.rows(), padded = q.padded(), blocks = q.blocks();
   const i64 step = q.transpose ? TILE : q.tile ? 16 : 1;
   const bool tensor_wide = q.kind == NVFP4 && !q.outer_row;
+  expect_large(q.values, rows * padded * 4);
   u32 amax = 0;
   if (tensor_wide) {
     amax = tensor_amax(q.x, q.threads);

@@ -1,8 +1,9 @@
 // The numerics of docs/numerics.md as scalar functions, for the device (NVRTC, nvcc) and the host
 // (C++17). Same bits everywhere: FP32, round to nearest, the written order, nothing contracted.
 //
-//     element types   e2m1, e4m3: encode (nearest even), stochastic, decode
+//     element types   e2m1, e4m3: encode and nearest (even), encode_stochastic and stochastic, decode
 //     scales          e4m3_ceil, e8m0, outer scale, block scale, the FP8-exact set
+//     half search     round_f16, codes and errors of the FP8-exact search in FP16
 //     random bits     philox
 //
 // The host build needs -ffp-contract=off and a processor state that keeps denormals.
@@ -135,6 +136,17 @@ FP4_HD u32 encode_stochastic(float y, u32 random16) {
   return min_u((up >> drop) - first, T::top) | (bits(y) >> 31) << T::sign;
 }
 
+// `encode_stochastic` as a value with the sign of y.
+template <class T>
+FP4_HD float stochastic(float y, u32 random16) {
+  constexpr u32 drop = 23 - T::mant;
+  const u32 a = magnitude(y);
+  const float lift = a < T::smallest ? from_bits(T::smallest) : 0.0f;
+  const u32 up = bits(add(from_bits(a), lift)) + (random16 << (drop - 16) | 1u << (drop - 17));
+  const float value = sub(from_bits(up & ~((1u << drop) - 1)), lift);
+  return from_bits(min_u(bits(value), T::largest) | (bits(y) & ~MAGNITUDE));
+}
+
 // The value of a code; E4M3's NaN (0x7f) is not looked for.
 template <class T>
 FP4_HD float decode(u32 code) {
@@ -222,6 +234,56 @@ FP4_HD float exact_reciprocal(float scale) {
   const u32 b = bits(scale), m = b & 0x600000u;
   const u32 r = m == 0 ? 0x3f800000u : m == 0x200000u ? 0x3f4ccccdu : 0x3f2aaaabu;
   return from_bits(r + (127u << 23) - (b & INFINITE));
+}
+
+// ---- the FP8-exact search in FP16 -------------------------------------------------------------
+// FP16 numbers are held in FP32: a product, sum or difference of two of them, rounded to FP32 and
+// then to FP16, is what FP16 arithmetic gives, as 24 bits are at least 2 * 11 + 2. Elements and
+// scales are in units of the power of two of the first candidate.
+
+// The FP16 number nearest to x, ties to even, for |x| below 65520. -0 becomes 0.
+FP4_HD float round_f16(float x, u32 smallest = 0x38800000u) {
+  const float magic = from_bits(max_u(bits(x) & INFINITE, smallest) + (13u << 23 | 0x400000u));
+  return sub(add(x, magic), magic);
+}
+
+// Sums and differences of FP16 numbers are FP16 numbers already where they are subnormal.
+FP4_HD float half_sum(float a, float b) { return round_f16(add(a, b), 0); }
+FP4_HD float half_product(float a, float b) { return round_f16(mul(a, b)); }
+
+// 1 / the power of two of an FP8-exact scale.
+FP4_HD float half_unit(float scale) { return from_bits((254u << 23) - (bits(scale) & INFINITE)); }
+
+FP4_HD float half_value(float scaled, float unit) {
+  return half_product(from_bits(magnitude(scaled)), unit);
+}
+
+// 2^14 times what v is multiplied with, FP16(1 / scale) * 2^-14 in FP16: 2^14 keeps it in FP32's
+// normal numbers and changes nothing else.
+FP4_HD float half_inverse(float scale) {
+  return mul(half_product(round_f16(exact_reciprocal(scale)), 0x1p-14f), 0x1p14f);
+}
+
+// Code magnitude of v >= 0 and the value of the code: FP16's t = v * inverse * 2^-14 to the nearest
+// of the codes * 2^-14, ties away. With p the power of two of y = v * inverse, at least 1, codes are
+// 0x200000 apart in the bits of y + 2p; half a step more makes cutting them off rounding. 0x800 is
+// half the distance of t from the FP16 number below a tie: a tie's bits are even, so what lies from
+// there on rounds to it.
+FP4_HD u32 half_code(float v, float inverse, float* value) {
+  const float y = min_f(mul(v, inverse), 6.0f);
+  const u32 p = max_u(bits(y), 0x3f800000u) & INFINITE;
+  const float twice = from_bits(p + (1u << 23));
+  const u32 steps = (bits(add(y, twice)) + 0x100800u) & ~0x1fffffu;
+  *value = sub(from_bits(steps), twice);
+  return (steps - 0x40000000u - ((p - 0x3f800000u) >> 1)) >> 21;
+}
+
+// (code * scale - v)^2, each operation in FP16; the first product is exact.
+FP4_HD float half_square(float v, float inverse, float scale) {
+  float value;
+  half_code(v, inverse, &value);
+  const float d = half_sum(mul(value, scale), -v);
+  return half_product(d, d);
 }
 
 // ---- random bits ------------------------------------------------------------------------------
