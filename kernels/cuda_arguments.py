@@ -26,11 +26,11 @@ Tiles = _struct(
 )  # fmt: skip
 Gradient = _struct(
     "Gradient", "g", "z", "fold", "#rows", "#cols", "#padded", "#padded_rows", "#chunk", "#wide",
-    "#wide_z", "row_amax", "col_amax", "seed", "#stream", "d", "w", "d_scales", "w_scales",
+    "#wide_z", "row_amax", "col_amax", "seed", "#stream", "d", "w",
     "d_factor", "w_factor", "sums", g=Term, z=Term,
 )  # fmt: skip
 Sums = _struct("Sums", "part", "#chunks", "#cols", "out")
 Saved = _struct(
     "Saved", "codes", "scales", "factor", "#factor_stride", "#rows", "#cols", "#padded",
-    "#padded_rows", "amax", "seed", "#stream", "out", "out_scales", "out_factor",
+    "#padded_rows", "#group", "amax", "seed", "#stream", "out", "out_factor",
 )  # fmt: skip

@@ -28,7 +28,10 @@ FORMS = {"none": 0, "e4m3": 1, "bf16": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "silu": 5}
 MODES: dict = {"None": 0, "four_over_six": 1, "fp8_exact": 2, 32: 3, "row": 4, "half": 5}
-GRADIENT_ROWS, GRADIENT_COLS, AMAX_ROWS, AMAX_COLS = 256, 128, 256, 256
+# Warps of a CTA side by side over columns; rows of tiles that transposes work on together.
+GRADIENT_ACROSS, TRANSPOSE_ACROSS, TRANSPOSE_GROUP = 2, 1, 16
+AMAX_ROWS, AMAX_COLS = 256, 256
+BIG = 2**35  # elements from which groups of random bits have 64-bit numbers
 WAVES = 1024  # column tiles x row chunks of a gradient, about; a function of the shape alone
 
 
@@ -283,7 +286,7 @@ def _saved(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int) -> dict:
 
 def _transpose(kernel: str, defines: dict, arguments, form: str, cols: int, device) -> None:
     """Launch a kernel whose CTAs of four warps share tiles of 64 bytes of rows and 64 columns."""
-    rows = arguments.padded_rows
+    rows, arguments.group = arguments.padded_rows, TRANSPOSE_GROUP
     tiles = _ceil(rows, 64 if form == "e4m3" else 32) * _ceil(cols, 64)
     resident = _resident("transposes.cu", kernel, defines, 128, device)
     grid = (min(_ceil(tiles, 4), resident), 1)
@@ -304,7 +307,8 @@ def decode(
         return codes.clone()
     out = _operand(codes, shape[0], shape[1], form)
     defines = {
-        "SOURCE": _source(fmt), "FORM": FORMS[form], "MODE": 1, "SR": 0, "FACTOR": 0, "BIG": 0
+        "SOURCE": _source(fmt), "FORM": FORMS[form], "MODE": 1, "SR": 0, "FACTOR": 0, "BIG": 0,
+        "ACROSS": TRANSPOSE_ACROSS,
     }  # fmt: skip
     arguments = Saved(**fields, out=_pointer(out))
     if out.numel() == 0:
@@ -334,7 +338,7 @@ def requantize(
     defines = {
         "SOURCE": _source(source), "FORM": FORMS[form], "MODE": 1 if by_row else 2,
         "SR": int(fmt.stochastic), "FACTOR": int(factor.numel() > 0),
-        "BIG": int(out.numel() >= 2**35),
+        "BIG": int(out.numel() >= BIG), "ACROSS": TRANSPOSE_ACROSS,
     }  # fmt: skip
     arguments = Saved(
         **fields, factor=_pointer(factor), factor_stride=int(factor.numel() > 1),
@@ -352,9 +356,10 @@ def requantize(
 
 
 def _chunk(rows: int, cols: int) -> int:
-    """Rows that one CTA walks: about `WAVES` CTAs, a multiple of four tiles, at most 1024."""
-    wanted = rows * _ceil(cols, GRADIENT_COLS) // WAVES
-    return min(1024, max(1, _ceil(wanted, GRADIENT_ROWS)) * GRADIENT_ROWS)
+    """Rows that one CTA walks: about `WAVES` CTAs, a multiple of a CTA's tiles, at most 1024."""
+    tile = 8 // GRADIENT_ACROSS * 64
+    wanted = rows * _ceil(cols, 64 * GRADIENT_ACROSS) // WAVES
+    return min(1024, max(1, _ceil(wanted, tile)) * tile)
 
 
 def _factors(term: Affine, name: str) -> dict[str, int]:
@@ -409,7 +414,7 @@ def quantize_grad(
     if rows * cols == 0:
         return d, d_factor, w, w_factor, total
     chunk = _chunk(rows, cols)
-    grid = (_ceil(cols, GRADIENT_COLS), _ceil(rows, chunk))
+    grid = (_ceil(cols, 64 * GRADIENT_ACROSS), _ceil(rows, chunk))
     part = base.new_empty((grid[1], cols) if sums and grid[1] > 1 else 0, dtype=torch.float32)
     row_max = base.new_zeros(rows if _mode(dgrad) == 1 else 0, dtype=torch.int32)
     col_max = base.new_zeros(cols if _mode(wgrad) == 1 else 0, dtype=torch.int32)
@@ -427,7 +432,7 @@ def quantize_grad(
         **_factors(term, "G"), **_factors(z or (base, None, None, None), "Z"),
         "ZB": int(z is not None and z[3] is not None),
         "ALIGNED": int(wide and wide_z and cols % 8 == 0),
-        "BIG": int(rows * padded >= 2**35),
+        "BIG": int(rows * padded >= BIG), "ACROSS": GRADIENT_ACROSS,
     }  # fmt: skip
     if row_max.numel() or col_max.numel():
         over = (_ceil(cols, AMAX_COLS), _ceil(rows, AMAX_ROWS))
@@ -437,6 +442,6 @@ def quantize_grad(
     if part.numel():
         adding = Sums(part.data_ptr(), grid[1], cols, total.data_ptr())
         _launch(
-            "gradient.cu", "add_chunks", defines, adding, (_ceil(cols, 128), 1), 128, base.device
+            "gradient.cu", "add_chunks", defines, adding, (_ceil(cols, 32), 1), 128, base.device
         )
     return d, d_factor, w, w_factor, total

@@ -19,11 +19,13 @@ def variants() -> list[tuple[str, dict[str, int]]]:
     gradients = [
         {"XD": 1, "ZD": 1, "ACT": act, "SUMS": sums, "DMODE": mode, "WMODE": mode,
          "DFORM": form, "WFORM": form, "FOLD": int(form == 1), "GR": int(act > 0 and mode == 1),
-         "GC": 0, "ZR": int(act > 0), "ZC": 0, "ZB": int(act > 0 and sums), "ALIGNED": 1, "BIG": 0}
+         "GC": 0, "ZR": int(act > 0), "ZC": 0, "ZB": int(act > 0 and sums), "ALIGNED": 1, "BIG": 0,
+         "ACROSS": 2}
         for mode, form in ((1, 1), (1, 2), (2, 2)) for act in (0, 1, 2, 5) for sums in (0, 1)
     ]  # fmt: skip
     transposes = [
-        {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr, "FACTOR": factor, "BIG": 0}
+        {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr, "FACTOR": factor, "BIG": 0,
+         "ACROSS": 1}
         for source in (0, 1, 2)
         for form, mode, sr, factor in (
             (1, 1, 0, 0), (2, 1, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, int(source != 1))

@@ -1,11 +1,18 @@
 // A gradient in both orientations from one set of random bits: MXFP8 with one power of two a row or
 // a block of 32, stochastic, of g, or of g * act'(z); the transposed copy of it times `fold`.
-//   XD, ZD dtypes of g and of z's accumulator · ACT (Act) · SUMS 0/1
+//   XD, ZD dtypes of g and of z's accumulator · ACT (Act) · SUMS, FOLD 0/1
+//   GR, ZR 1: the term has factors of rows or of all columns · GC, ZC 1: a factor of each column
+//   ZB 1: z has a bias
 //   DMODE, WMODE 0 absent, 1 row scales (their maxima from gradient_amax), 2 blocks of 32
-//   DFORM, WFORM (Form): E4M3_FORM the codes, BF16_FORM the values
-// Grid: (column tiles, row chunks). A CTA walks the tiles of a chunk; column sums stay in registers
-// and chunks depend on the shape alone, so sums have one order everywhere.
+//   DFORM, WFORM (Form): E4M3_FORM the codes (row scales only), BF16_FORM the values
+//   ALIGNED 1: a row's groups of eight columns are whole and on 16-byte boundaries
+//   BIG 1: 2^32 groups of random bits or more
+//   ACROSS warps of a CTA side by side over columns, of 8
+// Grids: (column tiles, row chunks). A warp walks tiles of 64 columns and 64 bytes of rows, which is
+// a column's run in w; nothing waits for another warp. Column sums stay in registers, and chunks
+// depend on the shape alone, so sums have one order everywhere.
 #include "activations.cuh"
+#include "warp_tile.cuh"
 
 using namespace fp4;
 
@@ -17,209 +24,550 @@ struct Gradient {
   const u64* seed;
   i64 stream;
   void *d, *w;
-  u8 *d_scales, *w_scales;
   float *d_factor, *w_factor, *sums;
 };
 
-// Eight values of dz, zero outside.
-FP4_D void values8(const Gradient& a, i64 m, i64 n, float* v) {
-  const i64 valid = m < a.rows ? a.cols - n : 0;
-  widen8<XD>(load8<XD>(a.g.acc, m * a.g.ld + n, valid, a.wide), v);
+// ---- the gradient before its row factor: eight columns of a thread ----------------------------
+
+struct Raw {
+  Raw8<XD> g;
 #if ACT
-  float z[8];
-  widen8<ZD>(load8<ZD>(a.z.acc, m * a.z.ld + n, valid, a.wide_z), z);
-  if (valid <= 0) return;
-  affine8(a.g, m, n, a.cols, v);
-  affine8(a.z, m, n, a.cols, z);
+  Raw8<ZD> z;
+#endif
+};
+
+// Where a thread's columns lie, and their factors.
+struct Columns {
+  const u8 *g, *z;
+  i64 valid;
+  float g_col[GC ? 8 : 1], z_col[ZC ? 8 : 1], bias[ZB ? 8 : 1];
+};
+
+FP4_D Columns columns_at(const Gradient& a, i64 n) {
+  Columns c;
+  c.valid = a.cols - n < 0 ? 0 : a.cols - n;
+  const i64 at = c.valid ? n : 0;
+  c.g = static_cast<const u8*>(a.g.acc) + at * (XD == F32 ? 4 : 2);
+  c.z = static_cast<const u8*>(a.z.acc) + at * (ZD == F32 ? 4 : 2);
 FP4_UNROLL
-  for (int i = 0; i < 8; ++i) v[i] = i < valid ? activate_grad<ACT>(v[i], z[i]) : 0.0f;
+  for (int i = 0; i < 8; ++i) {
+    const i64 k = i < c.valid ? n + i : 0;
+    if (GC) c.g_col[i] = a.g.col[k];
+    if (ZC) c.z_col[i] = a.z.col[k];
+    if (ZB) c.bias[i] = a.z.bias[k];
+  }
+  return c;
+}
+
+template <int D>
+FP4_D void load_term(const Term& t, const u8* x, i64 valid, bool wide, u32 m, bool exists, Raw8<D>& raw) {
+  constexpr u32 SIZE = D == F32 ? 4 : 2;
+  const u8* p = x + (u64)m * ((u32)t.ld * SIZE);
+  if (ALIGNED) {
+FP4_UNROLL
+    for (u32 i = 0; i < SIZE / 2; ++i) load16_if(raw.w + 4 * i, p + 16 * i, exists);
+  } else if (exists) {
+    raw = load8<D>(p, 0, valid, wide);
+  }
+}
+
+// Row m, if it exists.
+FP4_D void load_row(const Gradient& a, const Columns& c, u32 m, Raw& raw) {
+  const bool exists = m < (u32)a.rows;
+  load_term<XD>(a.g, c.g, c.valid, a.wide, m, exists, raw.g);
+#if ACT
+  load_term<ZD>(a.z, c.z, c.valid, a.wide_z, m, exists, raw.z);
 #endif
 }
 
-FP4_D float fold_of(const Gradient& a, i64 m) { return a.fold && m < a.rows ? a.fold[m] : 1.0f; }
+// A row past the end: zero, at a large z, where act' is positive and keeps zero's sign.
+FP4_D void clear(Raw& raw) {
+FP4_UNROLL
+  for (u32& w : raw.g.w) w = 0;
+#if ACT
+FP4_UNROLL
+  for (u32& w : raw.z.w) w = 0x42004200u;
+#endif
+}
+
+FP4_D void clear_past(Raw* raw, u32 m, u32 rows) {
+  rarely();
+FP4_UNROLL
+  for (int r = 0; r < 4; ++r)
+    if (m + r >= rows) clear(raw[r]);
+}
+
+FP4_D void unscaled8(const Columns& c, const Raw& raw, float z_row, float* v) {
+  widen8<XD>(raw.g, v);
+#if ACT
+  float z[8];
+  widen8<ZD>(raw.z, z);
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    if (GC) v[i] = mul(v[i], c.g_col[i]);
+    if (ZC) {
+      if (ZR) z[i] = mul(z[i], z_row);
+      z[i] = ZB ? fma_rn(z[i], c.z_col[i], c.bias[i]) : mul(z[i], c.z_col[i]);
+    } else if (ZR) {
+      z[i] = ZB ? fma_rn(z[i], z_row, c.bias[i]) : mul(z[i], z_row);
+    } else if (ZB) {
+      z[i] = add(z[i], c.bias[i]);
+    }
+    v[i] = activate_grad<ACT>(v[i], z[i]);
+    if (!ALIGNED) v[i] = i < c.valid ? v[i] : 0.0f;
+  }
+#endif
+}
+
+// ---- factors of a row -------------------------------------------------------------------------
+
+// A row's factor times that of all columns.
+FP4_D float term_factor(const Term& t, i64 m, float col) {
+  return product(t.row ? t.row[m * t.row_stride] : 1.0f, col);
+}
+FP4_D float common_factor(const Term& t, bool vector) { return t.col && !vector ? t.col[0] : 1.0f; }
+
+struct Factors {  // of one row: of the gradient, of the folded gradient, of z
+  float g, fold, z;
+};
+
+FP4_D Factors factors_at(const Gradient& a, i64 m, float g_common, float z_common) {
+  Factors f = {1.0f, 1.0f, 1.0f};
+  if (m >= a.rows) return f;
+#if ACT
+  if (GR) f.g = term_factor(a.g, m, g_common);
+  if (ZR) f.z = term_factor(a.z, m, z_common);
+#endif
+  f.fold = FOLD ? product(a.fold[m], f.g) : f.g;
+  return f;
+}
+
+// ---- maxima -----------------------------------------------------------------------------------
+
+constexpr u32 AMAX_COLS = 256, WARPS = 8;
 
 extern "C" __global__ void __launch_bounds__(256, ACT ? 2 : 4) gradient_amax(Gradient a) {
-  __shared__ u32 part[16][TILE_COLS];
-  const u32 cq = threadIdx.x % 16, rq = threadIdx.x / 16;
-  const i64 n = blockIdx.x * (i64)TILE_COLS + cq * 8;
-  const i64 last = (blockIdx.y + 1) * a.chunk < a.rows ? (blockIdx.y + 1) * a.chunk : a.rows;
-  u32 column[8] = {};
-  for (i64 m0 = blockIdx.y * a.chunk; m0 < last; m0 += TILE_ROWS) {
-    float v[4][8];
+  __shared__ float row_factors[WARPS][32][2];
+  __shared__ u32 part[WARPS][AMAX_COLS];
+  const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const Columns columns = columns_at(a, blockIdx.x * (i64)AMAX_COLS + lane * 8);
+  const u32 rows = (u32)a.rows, first = blockIdx.y * (u32)a.chunk + warp * 32;
+  const u32 last = min_u((blockIdx.y + 1) * (u32)a.chunk, rows);
+  const float g_common = common_factor(a.g, GC), z_common = common_factor(a.z, ZC);
+  float column[8] = {};
+  Raw raw[4];
 FP4_UNROLL
-    for (int r = 0; r < 4; ++r) values8(a, m0 + rq * 4 + r, n, v[r]);
-FP4_UNROLL
-    for (int r = 0; r < 4; ++r) {
-      const i64 m = m0 + rq * 4 + r;
-      const float fold = fold_of(a, m);
-      u32 row = 0;
-FP4_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        row = max_u(row, magnitude(v[r][i]));
-        column[i] = max_u(column[i], magnitude(mul(v[r][i], fold)));
-      }
-FP4_UNROLL
-      for (int lane = 1; lane < 16; lane *= 2)
-        row = max_u(row, __shfl_xor_sync(0xffffffffu, row, lane));
-      if (cq == 0 && m < a.rows && a.row_amax) atomicMax(a.row_amax + m, row);
-    }
+  for (int r = 0; r < 4; ++r) {
+    clear(raw[r]);
+    load_row(a, columns, first + r, raw[r]);
   }
+  for (u32 m0 = first; m0 < last; m0 += WARPS * 32) {
+    const Factors mine = factors_at(a, m0 + lane, g_common, z_common);
+    __syncwarp();
+    row_factors[warp][lane][0] = mine.fold, row_factors[warp][lane][1] = mine.z;
+    __syncwarp();
+    u32 row_max = 0;
+#pragma unroll 1
+    for (u32 q = 0; q < 32; q += 4) {
+      const u32 m = m0 + q, next = q < 28 ? m + 4 : m0 + WARPS * 32;
+      if (m + 4 > rows) clear_past(raw, m, rows);
 FP4_UNROLL
-  for (int i = 0; i < 8; ++i) part[rq][cq * 8 + i] = column[i];
-  __syncthreads();
-  const i64 c = blockIdx.x * (i64)TILE_COLS + threadIdx.x;
-  if (threadIdx.x >= TILE_COLS || c >= a.cols || !a.col_amax) return;
-  u32 m = 0;
-  for (int r = 0; r < 16; ++r) m = max_u(m, part[r][threadIdx.x]);
-  atomicMax(a.col_amax + c, m);
-}
-
-// Eight codes of a row in d's orientation, and their place in memory.
-FP4_D void store_d(const Gradient& a, i64 m, i64 n, const float* v, const Words& random16) {
-  u32 amax = 0;
-  if (DMODE == 1) {
-    amax = m < a.rows ? a.row_amax[m] : 0;
-  } else {
+      for (int r = 0; r < 4; ++r) {
+        float v[8];
+        unscaled8(columns, raw[r], row_factors[warp][q + r][1], v);
+        load_row(a, columns, next + r, raw[r]);
+        const float fold = row_factors[warp][q + r][0];
+        float row = 0.0f;
 FP4_UNROLL
-    for (int i = 0; i < 8; ++i) amax = max_u(amax, magnitude(v[i]));
-    amax = max_u(amax, __shfl_xor_sync(0xffffffffu, amax, 1));
-    amax = max_u(amax, __shfl_xor_sync(0xffffffffu, amax, 2));
-  }
-  const u32 byte = e8m0<E4M3>(amax);
-  const float up = e8m0_inverse(byte);
-  u32 word[2];
-FP4_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    u32 c[4];
-FP4_UNROLL
-    for (int i = 0; i < 4; ++i)
-      c[i] = stochastic_e4m3(v[4 * h + i], up, rounding_bits(random16, 4 * h + i));
-    word[h] = byte == 255 ? 0u : top_bytes(c[0], c[1], c[2], c[3]) | sign_bytes(v + 4 * h);
-  }
-  if (m >= a.rows || n >= a.padded) return;
-  const i64 at = m * a.padded + n;
-  if (DFORM == E4M3_FORM) {
-    *reinterpret_cast<uint2*>(static_cast<u8*>(a.d) + at) = make_uint2(word[0], word[1]);
-  } else {
-    float value[8];
-    const float scale = DMODE == 1 ? 1.0f : e8m0_value(byte);
-    decode4(word[0], scale, value);
-    decode4(word[1], scale, value + 4);
-    *reinterpret_cast<uint4*>(static_cast<u16*>(a.d) + at) = eight_bf16(value);
-  }
-  if (DMODE == 2 && a.d_scales && n % 32 == 0) a.d_scales[at / 32] = (u8)byte;
-  if (DMODE == 1 && n == 0) a.d_factor[m] = e8m0_value(byte);
-}
-
-// Sixteen row-adjacent codes of a column, from the tile to memory.
-FP4_D void store_w(const Gradient& a, i64 m0, i64 n0, const u32* tile, const u32 (*amax)[TILE_COLS]) {
-FP4_UNROLL
-  for (int item = 0; item < 2; ++item) {
-    const u32 i = threadIdx.x + item * TILE_THREADS, column = tile_column(i), q = tile_quarter(i);
-    const i64 n = n0 + column, m = m0 + q * 16;
-    if (n >= a.cols || m >= a.padded_rows) continue;
-    u32 word[4];
-FP4_UNROLL
-    for (int k = 0; k < 4; ++k) word[k] = tile_load(tile, column, q * 4 + k);
-    const i64 at = n * a.padded_rows + m;
-    if (WFORM == E4M3_FORM) {
-      *reinterpret_cast<uint4*>(static_cast<u8*>(a.w) + at) =
-          make_uint4(word[0], word[1], word[2], word[3]);
-    } else {
-      const float scale = WMODE == 1 ? 1.0f : e8m0_value(e8m0<E4M3>(amax[q / 2][column]));
-FP4_UNROLL
-      for (int h = 0; h < 2; ++h) {
-        float value[8];
-        decode4(word[2 * h], scale, value);
-        decode4(word[2 * h + 1], scale, value + 4);
-        reinterpret_cast<uint4*>(static_cast<u16*>(a.w) + at)[h] = eight_bf16(value);
-      }
-    }
-    if (WMODE == 2 && a.w_scales && m % 32 == 0)
-      a.w_scales[at / 32] = (u8)e8m0<E4M3>(amax[q / 2][column]);
-  }
-}
-
-extern "C" __global__ void __launch_bounds__(256, 2) quantize_gradient(Gradient a) {
-  __shared__ u32 tiles[2][WMODE ? TILE_COLS * 16 : 1];
-  __shared__ u32 block_amax[2][2][TILE_COLS];
-  __shared__ float part[SUMS ? 16 : 1][SUMS ? TILE_COLS : 1];
-  const u32 cq = threadIdx.x % 16, rq = threadIdx.x / 16;
-  const i64 n0 = blockIdx.x * (i64)TILE_COLS, n = n0 + cq * 8;
-  const i64 end = WMODE ? a.padded_rows : a.rows, first = blockIdx.y * a.chunk;
-  const i64 last = first + a.chunk < end ? first + a.chunk : end;
-  const u64 seed = *a.seed;
-  u32 byte[8], buffer = 0;
-  float sum[8] = {};
-  if (WMODE == 1)
-FP4_UNROLL
-    for (int j = 0; j < 8; ++j) {
-      byte[j] = n + j < a.cols ? e8m0<E4M3>(a.col_amax[n + j]) : 0;
-      if (blockIdx.y == 0 && rq == 0 && n + j < a.cols) a.w_factor[n + j] = e8m0_value(byte[j]);
-    }
-  if (WMODE == 2) {
-    for (u32 i = threadIdx.x; i < 4 * TILE_COLS; i += TILE_THREADS) (&block_amax[0][0][0])[i] = 0;
-    __syncthreads();
-  }
-  for (i64 m0 = first; m0 < last; m0 += TILE_ROWS, buffer ^= 1) {
-    float v[4][8];
-FP4_UNROLL
-    for (int r = 0; r < 4; ++r) values8(a, m0 + rq * 4 + r, n, v[r]);
-    if (WMODE == 2) {
-      const u32 half = rq / 8;
-FP4_UNROLL
-      for (int j = 0; j < 8; ++j) {
-        u32 m = 0;
-FP4_UNROLL
-        for (int r = 0; r < 4; ++r)
-          m = max_u(m, magnitude(mul(v[r][j], fold_of(a, m0 + rq * 4 + r))));
-        m = max_u(m, __shfl_xor_sync(0xffffffffu, m, 16));
-        if (threadIdx.x % 32 < 16) atomicMax(&block_amax[buffer][half][cq * 8 + j], m);
-      }
-      __syncthreads();
-FP4_UNROLL
-      for (int j = 0; j < 8; ++j) byte[j] = e8m0<E4M3>(block_amax[buffer][half][cq * 8 + j]);
-      // The other buffer was last read before this barrier.
-      for (u32 i = threadIdx.x; i < 2 * TILE_COLS; i += TILE_THREADS)
-        (&block_amax[buffer ^ 1][0][0])[i] = 0;
-    }
-    u32 packed[8] = {};
-FP4_UNROLL
-    for (int r = 0; r < 4; ++r) {
-      const i64 m = m0 + rq * 4 + r;
-      const Words random16 = philox(seed, (u64)((m * a.padded + n) / 8), (u32)a.stream);
-      if (SUMS)
-FP4_UNROLL
-        for (int j = 0; j < 8; ++j) sum[j] = add(sum[j], v[r][j]);
-      if (DMODE) store_d(a, m, n, v[r], random16);
-      if (WMODE) {
-        const float fold = fold_of(a, m);
-        const u32 insert = r == 0 ? 0x3217u : r == 1 ? 0x3270u : r == 2 ? 0x3710u : 0x7210u;
-FP4_UNROLL
-        for (int j = 0; j < 8; ++j) {
-          const float x = mul(v[r][j], fold);
-          const u32 c = stochastic_e4m3(x, e8m0_inverse(byte[j]), rounding_bits(random16, j));
-          packed[j] = select_bytes(packed[j], c | (bits(x) & 0x80000000u), insert);
+        for (int i = 0; i < 8; ++i) {
+          if (DMODE == 1) row = max_magnitude(row, v[i]);
+          if (WMODE == 1) column[i] = max_magnitude(column[i], FOLD || (ACT && GR) ? mul(v[i], fold) : v[i]);
+        }
+        if (DMODE == 1) {
+          const u32 of_row = warp_max(columns.valid ? bits(row) : 0u);
+          row_max = lane == q + r ? of_row : row_max;
         }
       }
     }
-    if (WMODE) {
-FP4_UNROLL
-      for (int j = 0; j < 8; ++j)
-        tile_store(tiles[buffer], cq, j, rq, byte[j] == 255 ? 0u : packed[j]);
-      __syncthreads();
-      store_w(a, m0, n0, tiles[buffer], block_amax[buffer]);
+    if (DMODE == 1 && m0 + lane < rows) {
+      const float v = from_bits(row_max);
+      atomicMax(a.row_amax + m0 + lane, magnitude(ACT && GR ? mul(v, mine.g) : v));
     }
+  }
+  if (WMODE != 1) return;
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) part[warp][lane * 8 + i] = bits(column[i]);
+  __syncthreads();
+  const i64 c = blockIdx.x * (i64)AMAX_COLS + threadIdx.x;
+  if (c >= a.cols) return;
+  u32 m = 0;
+FP4_UNROLL
+  for (u32 k = 0; k < WARPS; ++k) m = max_u(m, part[k][threadIdx.x]);
+  atomicMax(a.col_amax + c, m);
+}
+
+// ---- quantizing -------------------------------------------------------------------------------
+
+constexpr u32 SPAN = WFORM == BF16_FORM ? 32 : 64;  // rows of a tile: 64 bytes of a column
+constexpr u32 PASSES = SPAN / 16;                   // of 16 rows: four of each thread
+constexpr u32 DOWN = WARPS / ACROSS;                // warps of a CTA, over rows
+
+// Eight values of a row in d's orientation, to memory. `amax`: the magnitude of the largest, for
+// blocks. SLOW: bytes may be above LAST_SINGLE (LAST_GROWN for values).
+template <bool SLOW>
+FP4_D void store_d(const Gradient& a, u32 m, u32 n, bool inside, const float* v, u32 amax,
+                   float shrink, const u32* rounding) {
+  u32 byte = 0;
+  float t[8], grow = 0x1p120f;
+  if (DMODE == 2) {
+    u32 block = inside ? amax : 0u;
+    block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 1));
+    block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 2));
+    byte = e8m0<E4M3>(block);
+    const float up = SLOW ? e8m0_inverse(byte) : shrink_factor(byte);
+    if (!SLOW) grow = grow_factor(byte);
+FP4_UNROLL
+    for (int i = 0; i < 8; ++i) t[i] = SLOW ? mul(mul(v[i], up), 0x1p-120f) : mul(v[i], up);
+  } else if (SLOW) {
+    byte = m < a.rows ? e8m0<E4M3>(a.row_amax[m]) : 0u;
+FP4_UNROLL
+    for (int i = 0; i < 8; ++i) t[i] = shrunk_slowly(v[i], byte);
+  } else {
+FP4_UNROLL
+    for (int i = 0; i < 8; ++i) t[i] = mul(v[i], shrink);
+  }
+  const bool stored = m < (u32)a.rows && n < (u32)a.padded && (inside || !ALIGNED);
+  const u64 at = (u64)m * (u32)a.padded + n;
+  if (DFORM == E4M3_FORM) {
+    u32 c[8];
+FP4_UNROLL
+    for (int i = 0; i < 8; ++i) c[i] = code_at_top(t[i], rounding[i]);
+    const uint2 word =
+        make_uint2(top_bytes(c[0], c[1], c[2], c[3]), top_bytes(c[4], c[5], c[6], c[7]));
+    store_if(static_cast<u8*>(a.d) + at, word, stored);
+  } else {
+    float value[8];
+FP4_UNROLL
+    for (int i = 0; i < 8; ++i) {
+      value[i] = mul(rounded(t[i], rounding[i]), grow);
+      if (DMODE == 2 && SLOW) value[i] = mul(value[i], e8m0_value(byte));
+    }
+    store_if(static_cast<u16*>(a.d) + at, eight_bf16(value), stored);
+  }
+}
+
+FP4_D u32 column_byte(const Gradient& a, u32 n) {
+  return n < (u32)a.cols ? e8m0<E4M3>(a.col_amax[n]) : 0u;
+}
+
+struct Warp {
+  u32 lane, cq, rg;   // a thread's group of columns (8) and of rows (4)
+  u32 n0, n;          // first column of the tile, of the thread
+  bool inside;        // the thread's columns exist
+  u32* tile;
+  const float4* row;  // shrink, fold, g, z of the tile's rows
+  bool slow_rows, slow_cols;
+  float shrink[WMODE ? 8 : 1], grow[WMODE == 2 ? 8 : 1];
+  float sum[SUMS ? 8 : 1];
+  Cipher key;
+};
+
+FP4_D void random_of(const Gradient& a, const Warp& w, u32 m, Words* words) {
+#if BIG
+FP4_UNROLL
+  for (int r = 0; r < 4; ++r)
+    words[r] = philox(*a.seed, ((u64)(m + r) * (u64)a.padded + w.n) / 8, (u32)a.stream);
+#else
+  u32 group[4];
+FP4_UNROLL
+  for (int r = 0; r < 4; ++r) group[r] = (m + r) * ((u32)a.padded / 8) + w.n / 8;
+  philox<4>(w.key, group, words);
+#endif
+}
+
+FP4_D u32 largest8(const float* v) {
+  float m = 0.0f;
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) m = max_magnitude(m, v[i]);
+  return bits(m);
+}
+
+// Maxima of BF16 pairs are taken before widening.
+constexpr bool PACKED = WMODE == 2 && XD == BF16 && !ACT && !FOLD;
+
+FP4_D u32 largest8(const Raw& raw) {
+  const u32* w = raw.g.w;
+  const u32 m = max_magnitudes(max_magnitudes(max_magnitudes(w[0] & 0x7fff7fffu, w[1]), w[2]), w[3]);
+  return max_u(m & 0xffff0000u, m << 16);
+}
+
+// Four rows of a thread, from row m of the tensor and row `at` of the tile; `get(r, z, v)` gives
+// the gradient before its row factor, and returns the largest magnitude if PACKED.
+template <bool SLOW, class Get>
+FP4_D void quantize4(const Gradient& a, Warp& w, u32 m, u32 at, const Get& get) {
+  Words words[4];
+  random_of(a, w, m, words);
+  u32 half[8], packed[8];
+FP4_UNROLL
+  for (int r = 0; r < 4; ++r) {
+    const float4 f = w.row[at + r];
+    float v[8], x[8];
+    u32 amax = get(r, f.w, x), rounding[8];
+FP4_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      rounding[j] = rounding_bits(words[r], j);
+      v[j] = ACT && GR ? mul(x[j], f.z) : x[j];
+      x[j] = FOLD ? mul(x[j], f.y) : v[j];
+      if (SUMS) w.sum[j] = add(w.sum[j], v[j]);
+    }
+    if (DMODE == 2 && !PACKED) amax = largest8(v);
+    if (DMODE) store_d<SLOW>(a, m + r, w.n, w.inside, v, amax, f.x, rounding);
+    if (!WMODE) continue;
+FP4_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      if (WMODE == 2) x[j] = SLOW ? mul(mul(x[j], w.shrink[j]), 0x1p-120f) : mul(x[j], w.shrink[j]);
+      else if (SLOW) x[j] = shrunk_slowly(x[j], column_byte(a, w.n + j));
+      else x[j] = mul(x[j], w.shrink[j]);
+    }
+FP4_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      if (WFORM == E4M3_FORM) {
+        const u32 c = code_at_top(x[j], rounding[j]);
+        if (r % 2 == 0) half[j] = c;
+        else if (r == 1) packed[j] = select_bytes(half[j], c, 0x0073);
+        else packed[j] = select_bytes(packed[j], select_bytes(half[j], c, 0x0073), 0x5410);
+      } else {
+        float y = mul(rounded(x[j], rounding[j]), WMODE == 2 && !SLOW ? w.grow[j] : 0x1p120f);
+        if (WMODE == 2 && SLOW) y = mul(y, w.grow[j]);
+        if (r % 2 == 0) half[j] = bits(y);
+        else w.tile[tile_chunk(w.cq * 8, j, at / 16 * 2 + w.rg / 2, w.cq) * 4 + w.rg % 2 * 2 + r / 2] =
+            pack_bf16(from_bits(half[j]), y);
+      }
+    }
+  }
+  if (!WMODE || WFORM != E4M3_FORM) return;
+FP4_UNROLL
+  for (u32 j = 0; j < 8; ++j)
+    w.tile[tile_chunk(w.cq * 8, j, at / 16, w.cq) * 4 + w.rg] = packed[j];
+}
+
+// The tile, 64 bytes a column, to memory.
+FP4_D void store_w(const Gradient& a, const Warp& w, u32 m0) {
+  constexpr u32 UNIT = WFORM == BF16_FORM ? 2 : 1;
+  __syncwarp();
+  const u32 chunk = w.lane % 4, m = m0 + chunk * (16 / UNIT);
+  u8* out = static_cast<u8*>(a.w) + ((u64)(w.n0 + w.lane / 4) * (u32)a.padded_rows + m) * UNIT;
+  const bool rows = m < (u32)a.padded_rows;
+FP4_UNROLL
+  for (u32 i = 0; i < 8; ++i) {
+    const uint4 q = reinterpret_cast<uint4*>(w.tile)[tile_chunk(i * 8 + w.lane / 4, chunk, i)];
+    store_if(out, q, rows && w.n0 + i * 8 + w.lane / 4 < (u32)a.cols);
+    out += 8 * UNIT * (u64)(u32)a.padded_rows;
+  }
+  __syncwarp();
+}
+
+FP4_D void column_scales(const Gradient& a, Warp& w, bool first) {
+  u32 largest = 0;
+FP4_UNROLL
+  for (int j = 0; j < 8; ++j) {
+    const u32 byte = column_byte(a, w.n + j);
+    w.shrink[j] = shrink_factor(byte);
+    largest = max_u(largest, byte);
+    if (first && w.n + j < (u32)a.cols) a.w_factor[w.n + j] = e8m0_value(byte);
+  }
+  w.slow_cols = warp_max(largest) > LAST_SINGLE;
+}
+
+// The factors of the tile's rows from m0 on, one or two a lane.
+struct RowInputs {
+  Factors f;
+  u32 amax;
+};
+
+FP4_D void load_factors(const Gradient& a, u32 m0, u32 lane, float g_common, float z_common,
+                        RowInputs* in) {
+FP4_UNROLL
+  for (u32 k = 0; k < SPAN / 32; ++k) {
+    const u32 m = m0 + k * 32 + lane;
+    in[k].f = factors_at(a, m, g_common, z_common);
+    in[k].amax = DMODE == 1 && m < (u32)a.rows ? a.row_amax[m] : 0u;
+  }
+}
+
+FP4_D void store_factors(const Gradient& a, Warp& w, u32 m0, const RowInputs* in, float4* row) {
+  u32 largest = 0;
+  __syncwarp();
+FP4_UNROLL
+  for (u32 k = 0; k < SPAN / 32; ++k) {
+    const u32 byte = e8m0<E4M3>(in[k].amax), m = m0 + k * 32 + w.lane;
+    row[k * 32 + w.lane] = {shrink_factor(byte), in[k].f.fold, in[k].f.g, in[k].f.z};
+    largest = max_u(largest, byte);
+    if (DMODE == 1 && w.n0 == 0 && m < (u32)a.rows) a.d_factor[m] = e8m0_value(byte);
+    // Padding at the end of d's rows belongs to no thread of ALIGNED columns.
+    if (DMODE && ALIGNED && w.n0 + 64 > (u32)a.cols && m < (u32)a.rows)
+      for (u32 n = max_u(w.n0, (u32)a.cols); n < (u32)a.padded && n < w.n0 + 64; ++n) {
+        const u64 at = (u64)m * (u32)a.padded + n;
+        if (DFORM == E4M3_FORM) static_cast<u8*>(a.d)[at] = 0;
+        else static_cast<u16*>(a.d)[at] = 0;
+      }
+  }
+  w.slow_rows = DMODE == 1 && warp_max(largest) > LAST_SINGLE;
+  __syncwarp();
+}
+
+#if WMODE == 2
+// Values, not what was read, wait for the block's maxima.
+constexpr bool HELD = ACT || XD != BF16;
+constexpr u32 DEPTH = HELD ? 4 : 8;  // rows of a thread that are read ahead
+
+FP4_D u32 row_of(u32 k) { return k / 4 * 16 + k % 4; }  // row k of a thread, in the tile
+
+// 32 rows: maxima of their columns, then as without.
+FP4_D void quantize_blocks(const Gradient& a, Warp& w, const Columns& columns, u32 m0, u32 next, Raw* raw) {
+  const u32 rows = (u32)a.rows, m = m0 + w.rg * 4;
+  float held[HELD ? 8 : 1][8];
+  u32 amax[8] = {}, largest = 0;
+  if (PACKED) {
+    if (m0 + SPAN > rows) clear_past(raw, m, rows), clear_past(raw + 4 % DEPTH, m + 16, rows);
+    u32 pair[4] = {};
+FP4_UNROLL
+    for (u32 j = 0; j < 4; ++j) {
+FP4_UNROLL
+      for (u32 k = 0; k < 8; ++k) pair[j] = max_magnitudes(pair[j], raw[k % DEPTH].g.w[j]);
+      pair[j] = max_magnitudes(pair[j], __shfl_xor_sync(ALL_LANES, pair[j], 8));
+      pair[j] = max_magnitudes(pair[j], __shfl_xor_sync(ALL_LANES, pair[j], 16));
+      amax[2 * j] = pair[j] << 16, amax[2 * j + 1] = pair[j] & 0xffff0000u;
+    }
+  } else {
+    if (!HELD && m0 + SPAN > rows) clear_past(raw, m, rows), clear_past(raw + 4 % DEPTH, m + 16, rows);
+FP4_UNROLL
+    for (u32 k = 0; k < 8; ++k) {
+      if (HELD && k % 4 == 0 && m0 + k * 4 + 16 > rows) clear_past(raw, m + k * 4, rows);
+      const float4 f = w.row[w.rg * 4 + row_of(k)];
+      float v[8];
+      unscaled8(columns, raw[k % DEPTH], f.w, v);
+      if (HELD && k < 4) load_row(a, columns, m + row_of(k + 4), raw[k]);
+FP4_UNROLL
+      for (int j = 0; j < 8; ++j) {
+        const float x = FOLD ? mul(v[j], f.y) : ACT && GR ? mul(v[j], f.z) : v[j];
+        amax[j] = bits(max_magnitude(from_bits(amax[j]), x));
+        if (HELD) held[k][j] = v[j];
+      }
+    }
+FP4_UNROLL
+    for (int j = 0; j < 8; ++j) {
+      amax[j] = max_u(amax[j], __shfl_xor_sync(ALL_LANES, amax[j], 8));
+      amax[j] = max_u(amax[j], __shfl_xor_sync(ALL_LANES, amax[j], 16));
+    }
+  }
+FP4_UNROLL
+  for (int j = 0; j < 8; ++j) largest = max_u(largest, e8m0<E4M3>(amax[j]));
+  // Without a fold the columns' maxima bound those of the rows' blocks.
+  const bool slow = FOLD || DMODE == 1 || warp_max(largest) > LAST_GROWN;
+FP4_UNROLL
+  for (int j = 0; j < 8; ++j) {
+    const u32 byte = e8m0<E4M3>(amax[j]);
+    w.shrink[j] = slow ? e8m0_inverse(byte) : shrink_factor(byte);
+    w.grow[j] = slow ? e8m0_value(byte) : grow_factor(byte);
+  }
+FP4_UNROLL
+  for (u32 p = 0; p < 2; ++p) {
+    const auto get = [&](int r, float z, float* v) {
+      const u32 k = p * 4 + r;
+      if (HELD) {
+FP4_UNROLL
+        for (int j = 0; j < 8; ++j) v[j] = held[HELD ? k : 0][j];
+        return 0u;
+      }
+      unscaled8(columns, raw[k % DEPTH], z, v);
+      const u32 largest_of_row = PACKED && DMODE == 2 ? largest8(raw[k % DEPTH]) : 0u;
+      load_row(a, columns, next + w.rg * 4 + row_of(k), raw[k % DEPTH]);
+      return largest_of_row;
+    };
+    const u32 at = w.rg * 4 + p * 16;
+    if (FOLD || DMODE == 1 || slow) quantize4<true>(a, w, m + p * 16, at, get);
+    else quantize4<false>(a, w, m + p * 16, at, get);
+  }
+  store_w(a, w, m0);
+}
+#else
+constexpr u32 DEPTH = 4;
+FP4_D u32 row_of(u32 k) { return k; }
+#endif
+
+extern "C" __global__ void __launch_bounds__(256, 2) quantize_gradient(Gradient a) {
+  __shared__ uint4 tiles[WARPS][WMODE ? 256 : 1];
+  __shared__ float4 row_factors[WARPS][SPAN];
+  __shared__ float part[SUMS ? DOWN : 1][SUMS ? ACROSS * 64 : 1];
+  const u32 warp = threadIdx.x / 32, rows = (u32)a.rows;
+  Warp w;
+  w.lane = threadIdx.x % 32, w.cq = w.lane % 8, w.rg = w.lane / 8;
+  w.n0 = (blockIdx.x * ACROSS + warp % ACROSS) * 64, w.n = w.n0 + w.cq * 8;
+  w.inside = w.n < (u32)a.cols;
+  w.tile = reinterpret_cast<u32*>(tiles[warp]), w.row = row_factors[warp];
+  w.key = cipher(*a.seed, (u32)a.stream);
+  w.slow_rows = w.slow_cols = false;
+FP4_UNROLL
+  for (float& s : w.sum) s = 0.0f;
+  const u32 end = WMODE ? (u32)a.padded_rows : rows;
+  const u32 first = blockIdx.y * (u32)a.chunk + warp / ACROSS * SPAN;
+  const u32 last = min_u((blockIdx.y + 1) * (u32)a.chunk, end);
+  const Columns columns = columns_at(a, w.n);
+  const float g_common = common_factor(a.g, GC), z_common = common_factor(a.z, ZC);
+  if (WMODE == 1) column_scales(a, w, blockIdx.y == 0 && warp < ACROSS && w.rg == 0);
+  RowInputs inputs[SPAN / 32];
+  load_factors(a, first, w.lane, g_common, z_common, inputs);
+  Raw raw[DEPTH];
+FP4_UNROLL
+  for (u32 k = 0; k < DEPTH; ++k) {
+    clear(raw[k]);
+    if (first < last) load_row(a, columns, first + w.rg * 4 + row_of(k), raw[k]);
+  }
+  for (u32 m0 = first; m0 < last; m0 += DOWN * SPAN) {
+    store_factors(a, w, m0, inputs, row_factors[warp]);
+#if WMODE == 2
+    load_factors(a, m0 + DOWN * SPAN, w.lane, g_common, z_common, inputs);
+    quantize_blocks(a, w, columns, m0, m0 + DOWN * SPAN, raw);
+    if (HELD)
+FP4_UNROLL
+      for (u32 k = 0; k < DEPTH; ++k)
+        load_row(a, columns, m0 + DOWN * SPAN + w.rg * 4 + row_of(k), raw[k]);
+#else
+    const bool slow = w.slow_rows || w.slow_cols || (DMODE == 2);
+#pragma unroll 1
+    for (u32 p = 0; p < PASSES; ++p) {
+      const u32 m = m0 + p * 16 + w.rg * 4;
+      const u32 next = p + 1 < PASSES ? m + 16 : m + DOWN * SPAN - p * 16;
+      if (m + 4 > rows) clear_past(raw, m, rows);
+      if (p + 1 == PASSES) load_factors(a, m0 + DOWN * SPAN, w.lane, g_common, z_common, inputs);
+      const auto get = [&](int r, float z, float* v) {
+        unscaled8(columns, raw[r], z, v);
+        load_row(a, columns, next + r, raw[r]);
+        return DMODE == 2 ? largest8(v) : 0u;
+      };
+      if (slow) quantize4<true>(a, w, m, p * 16 + w.rg * 4, get);
+      else quantize4<false>(a, w, m, p * 16 + w.rg * 4, get);
+    }
+    if (WMODE) store_w(a, w, m0);
+#endif
   }
   if (SUMS) {
 FP4_UNROLL
-    for (int j = 0; j < 8; ++j) part[rq][cq * 8 + j] = sum[j];
+    for (int j = 0; j < 8; ++j) {
+      float s = w.sum[j];
+      s = add(s, from_bits(__shfl_xor_sync(ALL_LANES, bits(s), 8)));
+      s = add(s, from_bits(__shfl_xor_sync(ALL_LANES, bits(s), 16)));
+      if (w.rg == 0) part[warp / ACROSS][warp % ACROSS * 64 + w.cq * 8 + j] = s;
+    }
     __syncthreads();
-    const i64 c = n0 + threadIdx.x;
-    if (threadIdx.x < TILE_COLS && c < a.cols) {
+    for (u32 k = threadIdx.x; k < ACROSS * 64; k += 256) {
+      const u32 c = blockIdx.x * ACROSS * 64 + k;
+      if (c >= (u32)a.cols) continue;
       float total = 0.0f;
-      for (int r = 0; r < 16; ++r) total = add(total, part[r][threadIdx.x]);
-      a.sums[blockIdx.y * a.cols + c] = total;
+FP4_UNROLL
+      for (u32 r = 0; r < DOWN; ++r) total = add(total, part[r][k]);
+      a.sums[(u64)blockIdx.y * a.cols + c] = total;
     }
   }
 }
@@ -230,11 +578,17 @@ struct Sums {
   float* out;
 };
 
-// Column sums of the chunks, in order.
+// Column sums of the chunks, in one order: four threads a column.
 extern "C" __global__ void __launch_bounds__(128) add_chunks(Sums a) {
-  const i64 c = blockIdx.x * 128ll + threadIdx.x;
-  if (c >= a.cols) return;
+  __shared__ float part[4][32];
+  const u32 lane = threadIdx.x % 32, slice = threadIdx.x / 32;
+  const i64 c = blockIdx.x * 32ll + lane;
   float total = 0.0f;
-  for (i64 k = 0; k < a.chunks; ++k) total = add(total, a.part[k * a.cols + c]);
-  a.out[c] = total;
+  if (c < a.cols)
+#pragma unroll 8
+    for (i64 k = slice; k < a.chunks; k += 4) total = add(total, a.part[k * a.cols + c]);
+  part[slice][lane] = total;
+  __syncthreads();
+  if (slice == 0 && c < a.cols)
+    a.out[c] = add(add(part[0][lane], part[1][lane]), add(part[2][lane], part[3][lane]));
 }
