@@ -92,6 +92,29 @@ def test_gradient_in_chunks(monkeypatch) -> None:
         cases.check_gradient(*case, g, None, True)
 
 
+def test_large_tensors_and_other_shapes_of_a_cta(monkeypatch) -> None:
+    """64-bit groups of random bits; warps of a CTA side by side."""
+    for name, value in (("BIG", 0), ("GRADIENT_ACROSS", 8), ("TRANSPOSE_ACROSS", 4)):
+        monkeypatch.setattr(cuda_kernels, name, value)
+    g = cases.matrix(130, 272, torch.bfloat16, CPU)
+    cases.check_gradient(*cases.GRADIENTS[0], g, None, True)
+    cases.check_requantize(*cases.REQUANTIZE[0], g)
+    cases.check_decode(*cases.DECODE[0], g)
+
+
+@pytest.mark.parametrize("exponent", [-148, -126, 8, 20, 100, 120])
+def test_sizes_of_gradients(exponent: int) -> None:
+    """Scale bytes that one factor cannot undo."""
+    g = torch.randn(37, 80, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    g = (g.double() * 2.0**exponent).float()
+    for case in cases.GRADIENTS[:3]:
+        cases.check_gradient(*case, g, None, False)
+    cases.check_gradient(*cases.GRADIENTS[1], g.bfloat16(), None, False)
+    for source, target, form in cases.REQUANTIZE:
+        if "tensor" not in source:
+            cases.check_requantize(source, target, form, g)
+
+
 def test_half_unit() -> None:
     cases.check_half_unit(CPU)
 
