@@ -7,11 +7,12 @@ them, random bits use Python integers, stochastic rounding compares fractions. S
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
 
-F32 = np.float32
+F32, F16 = np.float32, np.float16
 FLT_MAX = np.finfo(F32).max
 E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 TOP = {E4M3: 448.0, E2M1: 6.0}
@@ -151,6 +152,41 @@ def exact_block(block, up) -> tuple[np.ndarray, int]:
     return best[1], best[2]
 
 
+E2M1_VALUES = (0, 0.5, 1, 1.5, 2, 3, 4, 6)
+
+
+def half_error(v: np.ndarray, code: np.ndarray, s: np.float16) -> np.float16:
+    """Sum of FP16 squares over even and over odd elements, each operation rounded to FP16."""
+    d = np.array(E2M1_VALUES, F16)[code] * s - v
+    squares = d * d
+    sums = [squares[0], squares[1]]
+    for i in range(2, 16):
+        sums[i % 2] = sums[i % 2] + squares[i]
+    return sums[0] + sums[1]
+
+
+def half_block(block, up) -> tuple[np.ndarray, int]:
+    """The FP8-exact choice in FP16 arithmetic, which numpy's float16 is, one operation at a time."""
+    scaled = block * up
+    b = np.abs(scaled).max()
+    if b == 0:
+        return np.zeros(16, np.uint8), 0
+    j = next((i for i, s in enumerate(EXACT) if 6 * s >= b), len(EXACT) - 1)
+    unit = 2.0 ** (math.frexp(EXACT[j])[1] - 1)
+    v = (np.abs(scaled) / F32(unit)).astype(F16)
+    ties = np.array([(low + high) / 2 * 2.0**-14 for low, high in pairwise(E2M1_VALUES)])
+    best = None
+    for i in (j, j + 1, j - 1):
+        s = EXACT[min(max(i, 0), len(EXACT) - 1)]
+        inverse = F16(1 / (s / unit)) * F16(2.0**-14)
+        t = np.minimum(v * inverse, F16(6 * 2.0**-14))
+        code = (t[:, None].astype(np.float64) >= ties).sum(1)
+        err = half_error(v, code, F16(s / unit))
+        if best is None or err < best[0]:
+            best = err, code, e4m3_byte(s)
+    return best[1].astype(np.uint8) | np.signbit(scaled).astype(np.uint8) << 3, best[2]
+
+
 def nvfp4_group(x: np.ndarray, fmt, bits) -> tuple[np.ndarray, np.ndarray, F32]:
     """Rows that share one outer scale."""
     rows, cols = x.shape
@@ -166,7 +202,8 @@ def nvfp4_group(x: np.ndarray, fmt, bits) -> tuple[np.ndarray, np.ndarray, F32]:
             block, cut = x[r, c : c + 16], slice(c, c + 16)
             part = None if bits is None else bits[r, cut]
             if fmt.block_scales == "fp8_exact":
-                codes[r, cut], scales[r, c // 16] = exact_block(block, up)
+                choose = half_block if fmt.scale_search == "half" else exact_block
+                codes[r, cut], scales[r, c // 16] = choose(block, up)
                 continue
             top = r - r % 16
             b = np.abs(x[top : top + 16, cut] if fmt.block == "tile" else block).max()

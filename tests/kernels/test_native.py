@@ -36,6 +36,8 @@ CASES = {
     "mxfp8_sr_row": ("mxfp8:row:sr", 0),
 }
 FORMATS = [text for text, _ in CASES.values()] + [
+    "nvfp4:row:fp8_exact:half",
+    "nvfp4:tensor:fp8_exact:half",
     "nvfp4:row:search=1/1.25/1.5/0.9",
     "nvfp4:tensor:search=0.75/1",
     "nvfp4:row:sr",

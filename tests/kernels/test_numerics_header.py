@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 PROBE = r"""
 #include "cuda/numerics.cuh"
 using namespace fp4;
+float ignored;
 #define EACH(name, expression)                                                  \
   extern "C" void name(long n, const u32* x, const u32* r, u32* out) {          \
     for (long i = 0; i < n; ++i) {                                              \
@@ -48,7 +49,16 @@ EACH(inverse_e8m0, bits(e8m0_inverse(b)))
 EACH(index_exact, exact_index(b))
 EACH(byte_exact, exact_byte(b))
 EACH(reciprocal_exact, bits(exact_reciprocal(exact_scale(b))))
+EACH(value_sr_e2m1, bits(stochastic<E2M1>(f, e)))
+EACH(value_sr_e4m3, bits(stochastic<E4M3>(f, e)))
 EACH(half, bits(widen_f16((u16)b)))
+EACH(to_half, bits(round_f16(f)))
+EACH(sum_half, bits(half_sum(f, from_bits(e))))
+EACH(product_half, bits(half_product(f, from_bits(e))))
+EACH(inverse_half, bits(half_inverse(f)))
+EACH(unit_half, bits(half_unit(f)))
+EACH(code_half, half_code(f, half_inverse(from_bits(e)), &ignored))
+EACH(square_half, bits(half_square(f, half_inverse(from_bits(e)), from_bits(e))))
 EACH(brain, bits(widen_bf16((u16)b)))
 """
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -78,7 +88,8 @@ def probe(tmp_path_factory):
     def run(name: str, x, random16=None) -> np.ndarray:
         x = np.ascontiguousarray(x)
         x = x.view(np.uint32) if x.dtype == np.float32 else x.astype(np.uint32)
-        r = np.zeros_like(x) if random16 is None else np.ascontiguousarray(random16, np.uint32)
+        r = np.zeros_like(x) if random16 is None else np.ascontiguousarray(random16)
+        r = r.view(np.uint32) if r.dtype == np.float32 else r.astype(np.uint32)
         out = np.empty_like(x)
         pointer = ctypes.c_void_p
         getattr(library, name)(
@@ -190,6 +201,8 @@ def test_stochastic_rounding_over_all_random_values(probe, name: str) -> None:
         x = np.float32(grid[i] + f * step)
         f = (float(x) - grid[i]) / step  # what FP32 made of it
         got = probe(f"sr_{name}", np.full(65536, x, np.float32), r)
+        value = floats(probe(f"value_sr_{name}", np.full(65536, x, np.float32), r))
+        np.testing.assert_array_equal(value, grid[got])
         assert set(got.tolist()) <= {i, i + 1}
         ups = int((got == i + 1).sum())
         assert abs(ups - f * 65536) <= 0.5 + 1e-9 + 65536 * 2**-23 * smallest / step
@@ -197,6 +210,9 @@ def test_stochastic_rounding_over_all_random_values(probe, name: str) -> None:
             assert ups == 0
         negative = probe(f"sr_{name}", np.full(65536, -x, np.float32), r)
         np.testing.assert_array_equal(negative, got | 1 << sign)
+        value = floats(probe(f"value_sr_{name}", np.full(65536, -x, np.float32), r))
+        np.testing.assert_array_equal(value, -grid[got])
+        assert np.signbit(value).all()
 
 
 @pytest.mark.parametrize("name", GRIDS)
@@ -207,6 +223,7 @@ def test_stochastic_rounding_keeps_grid_values_and_saturates(probe, name: str) -
         np.testing.assert_array_equal(got, np.arange(len(grid)))
         beyond = np.array([grid[-1] * 1.001, grid[-1] * 2, 3e38, np.inf], np.float32)
         assert (probe(f"sr_{name}", beyond, np.full(4, r)) == len(grid) - 1).all()
+        assert (floats(probe(f"value_sr_{name}", beyond, np.full(4, r))) == grid[-1]).all()
         assert probe(f"sr_{name}", np.array([-0.0], np.float32), np.array([r])) == 1 << sign
 
 
@@ -242,3 +259,58 @@ def test_widening(probe) -> None:
         got = floats(probe(name, h))
         np.testing.assert_array_equal(got, want)
         np.testing.assert_array_equal(np.signbit(got), np.signbit(want))
+
+
+# ---- FP16 arithmetic in FP32 ------------------------------------------------------------------
+
+HALVES = np.arange(0x7C00, dtype=np.uint16).view(np.float16)
+# Scales of the half search in units of the first candidate's power of two.
+RELATIVE = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0)
+
+
+def test_rounding_to_half(probe) -> None:
+    """Every FP16 number, the midpoints between neighbours and the FP32 numbers beside them."""
+    x = HALVES.astype(np.float32)
+    middle = (x[1:] + x[:-1]) / 2
+    x = np.concatenate([x, middle, np.nextafter(middle, 0), np.nextafter(middle, np.float32(9e9))])
+    x = np.concatenate([x, np.float32([1e-9, 1e-45, 0]), -x])
+    np.testing.assert_array_equal(floats(probe("to_half", x)), x.astype(np.float16))
+
+
+def test_half_sums_and_products(probe) -> None:
+    """FP32 arithmetic rounded to FP16 is FP16's own, over random pairs of all sizes."""
+    rng = np.random.default_rng(4)
+    a, b = (rng.choice(HALVES, 400_000) * rng.choice([-1, 1], 400_000) for _ in range(2))
+    a, b = a.astype(np.float16), b.astype(np.float16)
+    with np.errstate(over="ignore"):
+        cases = {"sum": a + b, "product": a * b}
+    for name, want in cases.items():
+        fits = np.isfinite(want)
+        got = floats(probe(f"{name}_half", a.astype(np.float32), b.astype(np.float32)))
+        np.testing.assert_array_equal(got[fits], want[fits])
+
+
+def test_half_search_of_every_value_and_scale(probe) -> None:
+    """Codes by distance from numpy's FP16 t, ties away; squares by numpy's FP16 arithmetic."""
+    v = HALVES[HALVES <= 12]
+    ties = (E2M1[1:] + E2M1[:-1]) / 2
+    for s in RELATIVE:
+        inverse = (np.float16(1 / s) * np.float16(2.0**-14)).astype(np.float16)
+        scale = np.full(v.size, s, np.float32)
+        assert floats(probe("inverse_half", scale[:1])) == np.float32(inverse) * 2.0**14
+        t = (v * inverse).astype(np.float64) * 2.0**14
+        code = (t[:, None] >= ties).sum(1)
+        np.testing.assert_array_equal(probe("code_half", v.astype(np.float32), scale), code)
+        d = E2M1[code].astype(np.float16) * np.float16(s) - v
+        got = floats(probe("square_half", v.astype(np.float32), scale))
+        np.testing.assert_array_equal(got, d * d)
+
+
+def test_half_units(probe) -> None:
+    """Every FP8-exact scale and its neighbours, in units of its power of two, are in RELATIVE."""
+    scales = E4M3[exact_set()]
+    inverse = floats(probe("unit_half", scales.astype(np.float32)))
+    np.testing.assert_array_equal(inverse, 2.0 ** -np.floor(np.log2(scales)))
+    for step in (-1, 0, 1):
+        near = scales[np.clip(np.arange(40) + step, 0, 39)]
+        assert set(near * inverse) <= set(RELATIVE)

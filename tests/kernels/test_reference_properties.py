@@ -83,8 +83,8 @@ def test_sizes_that_do_not_divide(rows: int, cols: int) -> None:
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("text", ["nvfp4:row", "nvfp4:row:four_over_six", "nvfp4:row:fp8_exact",
-                                  "nvfp4:tensor:tile", "mxfp8:32", "mxfp8:128", "mxfp8:row",
-                                  "mxfp4", "s2f6"])  # fmt: skip
+                                  "nvfp4:row:fp8_exact:half", "nvfp4:tensor:tile", "mxfp8:32",
+                                  "mxfp8:128", "mxfp8:row", "mxfp4", "s2f6"])  # fmt: skip
 def test_not_finite_stays_in_its_group(text: str, bad: float) -> None:
     x = np.random.default_rng(3).standard_normal((20, 256)).astype(np.float32)
     clean = roundtrip(torch.from_numpy(x), text)
