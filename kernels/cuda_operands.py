@@ -87,7 +87,8 @@ def gradient_operands(
 
 def act_gradient_operands(
     g: Affine, z: Affine, act: str, fold: Tensor | None, dgrad: TensorFormat | None,
-    wgrad: TensorFormat | None, form_d: str, form_w: str, bias_grad: bool, seed: Tensor, stream: int,
+    wgrad: TensorFormat | None, form_d: str, form_w: str, bias_grad: bool, seed: Tensor,
+    stream: int,
 ) -> tuple[Tensor, ...] | None:  # fmt: skip
     """`gradient_operands` of g * act'(z), fused; None where there is no fused kernel."""
     if not _gradient(dgrad, form_d) or not _gradient(wgrad, form_w):

@@ -1,4 +1,4 @@
-"""Every error this package raises on purpose; each message is one line: what, where, what instead."""
+"""Every error this package raises on purpose; each message is one line: what, where, instead."""
 
 from __future__ import annotations
 
