@@ -167,7 +167,8 @@ def compile_graph(
 
     register()
     try:
-        return compile_fx(gm, example_inputs, config_patches=patches(options, policy))
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches(options, policy))
+        return compiled
     except Exception as exc:
         _say_missing_compiler(exc)
         raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -103,7 +104,7 @@ class Choice:
     def finish(self) -> None:
         """Watch the layers that the policy names: they must not run outside of compiled graphs."""
         for model in {asked.place.model for asked in self.asked if asked.place}:
-            stamps = _resolved.get(model, {}).get(stamping.digest(self.policy), {})
+            stamps: Mapping = _resolved.get(model, {}).get(stamping.digest(self.policy), {})
             for name, module in model.named_modules():
                 if module in stamps and stamping.stamp_of(module) is None:
                     watching.watch(module, stamps[module], clean_name(name))

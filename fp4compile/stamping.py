@@ -130,11 +130,11 @@ def stamp_of(module: nn.Module, attribute: str = STAMP) -> Stamp | None:
     rules = module.__dict__.get(INFO, {}).get("rules", {}).get(attribute)
     if rules is None:
         return stamp
-    decisions = [
+    chain, plain = (
         type(d)(d.scheme, name, rule)
         for d, (name, rule) in zip((stamp.chain, stamp.plain), rules)
-    ]
-    return Stamp(*decisions, stamp.strict)
+    )
+    return Stamp(chain, plain, stamp.strict)
 
 
 def label_of(module: nn.Module) -> str | None:

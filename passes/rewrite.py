@@ -26,9 +26,17 @@ from .sites import Site, find_sites, per_caller
 class Decision(Protocol):
     """What a policy says about one layer."""
 
-    scheme: Scheme
-    scheme_name: str
-    rule: str
+    @property
+    def scheme(self) -> Scheme:
+        """The operands of its three GEMMs."""
+
+    @property
+    def scheme_name(self) -> str:
+        """The scheme's name in the policy."""
+
+    @property
+    def rule(self) -> str:
+        """The text that chose it."""
 
 
 Decide = Callable[[Site, "str | None"], Decision]

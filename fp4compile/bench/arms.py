@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..policy import Policy
+
 Arm = Callable[[nn.Module], Any]
-ATTENTION = [
-    {"match": "*.attn.*", "scheme": "low"},
-    {"chain": "mlp", "scheme": "low"},
-]
+MLP_ONLY = [{"chain": "mlp", "scheme": "low"}]
+ATTENTION = [{"match": "*.attn.*", "scheme": "low"}]
 
 
 def bf16(model: nn.Module) -> Any:
@@ -21,11 +21,15 @@ def bf16(model: nn.Module) -> Any:
     return torch.compile(model)
 
 
-def fp4(recipe: str, layers: list[dict] | None = None) -> Arm:
+def fp4(recipe: str, layers: list[dict[str, str]]) -> Arm:
     """This package with a recipe; ``layers``: rules before the recipe's own."""
-    rules = layers or [{"chain": "mlp", "scheme": "low"}]
-    policy = {"version": 1, "recipe": recipe, "layers": rules}
-    return lambda model: torch.compile(model, backend="fp4", options={"policy": policy})
+    policy = Policy.from_dict({"version": 1, "recipe": recipe, "layers": layers})
+
+    def build(model: nn.Module) -> Any:
+        options: dict[str, Any] = {"policy": policy}
+        return torch.compile(model, backend="fp4", options=options)
+
+    return build
 
 
 def torchao(recipe: str) -> Arm:
@@ -35,8 +39,12 @@ def torchao(recipe: str) -> Arm:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(recipe)
-        wanted = lambda module, name: "mlp" in name or name in ("0", "2")  # noqa: E731
-        return torch.compile(convert_to_float8_training(model, config=config, module_filter_fn=wanted))
+
+        def wanted(module: nn.Module, name: str) -> bool:
+            return "mlp" in name or name in ("0", "2")
+
+        converted = convert_to_float8_training(model, config=config, module_filter_fn=wanted)
+        return torch.compile(converted)
 
     return build
 
@@ -45,16 +53,23 @@ def mlp_arms() -> dict[str, Arm]:
     """BF16 first: the others are compared with it."""
     arms: dict[str, Arm] = {
         "bf16": bf16,
-        "fp8-exact": fp4("fp8-exact"),
-        "thinking-machines": fp4("thinking-machines"),
+        "fp8-exact": fp4("fp8-exact", MLP_ONLY),
+        "thinking-machines": fp4("thinking-machines", MLP_ONLY),
     }
-    if importlib.util.find_spec("torchao"):
-        arms["torchao tensorwise"] = torchao("tensorwise")
-    return arms
+    return {**arms, **_torchao_arms()}
+
+
+def _torchao_arms() -> dict[str, Arm]:
+    found = importlib.util.find_spec("torchao")
+    return {"torchao tensorwise": torchao("tensorwise")} if found else {}
 
 
 def gpt_arms() -> dict[str, Arm]:
-    """As `mlp_arms`, with the attention projections as well."""
-    arms = mlp_arms()
-    arms["fp8-exact, attention too"] = fp4("fp8-exact", ATTENTION)
-    return arms
+    """BF16 first; recipes with their own rules (the last blocks in MXFP8), and attention as well."""
+    return {
+        "bf16": bf16,
+        "fp8-exact": fp4("fp8-exact", []),
+        "fp8-exact, attention too": fp4("fp8-exact", ATTENTION),
+        "thinking-machines": fp4("thinking-machines", []),
+        **_torchao_arms(),
+    }

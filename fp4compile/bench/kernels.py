@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -38,11 +39,11 @@ def cases(m: int, k: int) -> Iterator[Case]:
         ("row quantize, four over six", SEARCH, "none"),
     ):
         operand = 1 if form == "e4m3" else 0
-        yield name, (lambda f=fmt, o=form: fp4.quantize(x, f, o, False)), 2 + stored(fmt) + operand
+        yield name, partial(fp4.quantize, x, fmt, form, False), 2 + stored(fmt) + operand
     for act in ("gelu", "gelu_tanh"):
         yield (
             f"{act} + quantize, fp8-exact, + E4M3",
-            lambda act=act: fp4.act_quantize(x, row, col, None, act, EXACT, "e4m3"),
+            partial(fp4.act_quantize, x, row, col, None, act, EXACT, "e4m3"),
             3 + stored(EXACT),
         )
     yield (

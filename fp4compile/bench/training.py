@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
@@ -70,7 +71,7 @@ def run_mlp(widths: tuple[int, ...] = (2048, 4096, 8192), tokens: int = 32768) -
     result = {"bench": "mlp", **header(), "tokens": tokens, "rows": []}
     for d in widths:
         for name, arm in mlp_arms().items():
-            row = measure(lambda d=d, arm=arm: mlp_step(d, tokens, arm))
+            row = measure(partial(mlp_step, d, tokens, arm))
             flops = 6 * 2 * tokens * d * 4 * d
             if "ms" in row:
                 row["tflops"] = round(flops / row["ms"] / 1e9)
@@ -85,7 +86,7 @@ def run_gpt(
     sizes = {"width": width, "layers": layers, "context": context, "tokens": tokens}
     result = {"bench": "gpt", **header(), **sizes, "rows": []}
     for name, arm in gpt_arms().items():
-        row = measure(lambda arm=arm: gpt_step(arm, width, layers, context, tokens))
+        row = measure(partial(gpt_step, arm, width, layers, context, tokens))
         result["rows"].append({"width": width, "arm": name, **row})
     return _with_ratios(result, "width")
 
