@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -43,7 +43,11 @@ def explain(
         Fp4Error: where there is neither an example input nor a compiled graph to report on.
     """
     inner = unwrap(model)
+    if not args and not kwargs and policy is None and reports.of(inner) is not None:
+        return _recorded(inner)
     if not args and not kwargs and not _takes_nothing(inner):
+        if policy is not None:
+            _no_inputs(inner, "has not run under this policy")
         return _recorded(inner)
     from .backend import as_policy
 
@@ -63,17 +67,18 @@ def _takes_nothing(model: nn.Module) -> bool:
     return all(p.default is not p.empty or p.kind in various for p in parameters)
 
 
+def _no_inputs(model: nn.Module, why: str) -> NoReturn:
+    raise Fp4Error(
+        f"explain: {type(model).__name__} {why}; give example inputs: fp4.explain(model, args=(x,))"
+    )
+
+
 def _recorded(model: nn.Module) -> Report:
     report = reports.of(model)
     if report is None:
         parts = [n for n, m in model.named_modules() if n and reports.of(m) is not None]
-        how = f"was compiled in parts ({', '.join(parts[:3])}, ...)" if parts else (
-            "has not run under backend 'fp4' yet"
-        )
-        raise Fp4Error(
-            f"explain: {type(model).__name__} {how}; give example inputs:"
-            " fp4.explain(model, args=(x,))"
-        )
+        inside = f"was compiled in parts ({', '.join(parts[:3])}, ...)"
+        _no_inputs(model, inside if parts else "has not run under backend 'fp4' yet")
     complete = Report(report.policy, list(report.rows), report.graphs)
     rows: dict[str, list[Row]] = {}
     for module, (name, *_) in linears(model).items():
@@ -89,13 +94,16 @@ def _recorded(model: nn.Module) -> Report:
 
 def _served(model: nn.Module, module: nn.Module, name: str, stamp: str) -> list[Row]:
     """The row of a layer that runs in the graph of another one with an equal stamp."""
+    own = stamping.stamp_of(module)
+    if own is None or watching.eager_runs(module):
+        return []
     for prefix, holder in model.named_modules():
-        if any(m is module for m in holder.modules()) and not watching.eager_runs(module):
-            relative = name.removeprefix(clean_name(prefix)).removeprefix(".")
-            row = reports.shared(model, (type(holder), relative, stamp))
-            own = stamping.stamp_of(module)
-            if row is not None and own is not None:
-                return [replace(row, fqn=name, rule=own.decision(row.chain is not None).rule)]
+        if all(m is not module for m in holder.modules()):
+            continue
+        relative = name.removeprefix(clean_name(prefix)).removeprefix(".")
+        row = reports.shared(model, (type(holder), relative, stamp))
+        if row is not None and (holder is not module or watching.ran_alone(module)):
+            return [replace(row, fqn=name, rule=own.decision(row.chain is not None).rule)]
     return []
 
 

@@ -95,11 +95,10 @@ class Report:
 
     def replace(self, fresh: dict[str, list[Row]]) -> None:
         """Put rows in the place of those of the same layers; new layers come last."""
-        rows: list[Row] = []
+        rows: dict[str, list[Row]] = {}
         for row in self.rows:
-            rows += fresh.get(row.fqn, [row])
-            fresh = {**fresh, row.fqn: []}
-        self.rows = rows + [row for group in fresh.values() for row in group]
+            rows.setdefault(row.fqn, []).append(row)
+        self.rows = [row for group in {**rows, **fresh}.values() for row in group]
         self._number_chains()
 
     def _number_chains(self) -> None:

@@ -34,12 +34,16 @@ KEY = "fp4_layer"
 
 @dataclass
 class Watch:
-    """A linear's name and stamp; ``in_chain``: None until a graph or an eager run shows it."""
+    """A linear's name and stamp; ``in_chain``: None until a graph or an eager run shows it.
+
+    ``eager`` and ``alone`` count its runs outside of compiled graphs and as a graph of its own.
+    """
 
     name: str
     stamp: Stamp
     in_chain: bool | None = None
     eager: int = 0
+    alone: int = 0
     told: bool = False
 
     @property
@@ -84,6 +88,12 @@ def eager_runs(module: nn.Module) -> int:
     return known.eager if known is not None else 0
 
 
+def ran_alone(module: nn.Module) -> bool:
+    """True where ``module`` was seen to run as a compiled frame of its own."""
+    known = _watch_of(module)
+    return known is not None and known.alone > 0
+
+
 @contextmanager
 def unwatched() -> Iterator[None]:
     """Eager runs are on purpose meanwhile."""
@@ -125,12 +135,13 @@ dynamo.eager_hook(_after)
 
 @torch._dynamo.disable
 def _ran_eagerly(module: nn.Module, args: Any, out: Any) -> None:
-    """After a call from an eager frame; the forward may have been compiled as a frame of its own."""
+    """After a call from an eager frame; its forward may have been compiled alone."""
     inputs, _state.compiled = _state.compiled, set()
-    if any(id(p) in inputs for p in module.parameters()):
+    known = _watch_of(module)
+    if known is not None and any(id(p) in inputs for p in module.parameters()):
+        known.alone += 1
         return
     _ran(module, args)
-    known = _watch_of(module)
     doubtful = known is not None and known.in_chain is None and any(known.names)
     if doubtful and isinstance(out, Tensor) and out.grad_fn is not None:
         out.grad_fn.metadata[KEY] = weakref.ref(module)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import warnings
 from contextlib import contextmanager
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile as fp4
-from fp4compile import dynamo
 
 D = 32
 
@@ -129,51 +127,6 @@ def schemes(model):
     }
 
 
-class Graphs:
-    """How many graphs the backend was asked for, and the graphs after the rewrite."""
-
-    def __init__(self):
-        self.modules = []
-
-    @property
-    def count(self):
-        return len(self.modules)
-
-    def new(self):
-        """The number since the last question."""
-        n, self.modules = len(self.modules), []
-        return n
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    import fp4compile.backend as backend
-
-    found, original = Graphs(), backend.compile_graph
-
-    def counting(gm, *args):
-        found.modules.append(gm)
-        return original(gm, *args)
-
-    monkeypatch.setattr(backend, "compile_graph", counting)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    """No graphs of other tests; Dynamo's limits as they were."""
-    config = torch._dynamo.config
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    with config.patch(
-        recompile_limit=8, accumulated_recompile_limit=256, suppress_errors=False
-    ):
-        dynamo._granted[:] = 0, 0
-        yield
-    dynamo._granted[:] = 0, 0
-    torch._dynamo.reset()
-
-
 @contextmanager
 def precision_warnings():
     """The texts of all PrecisionWarnings meanwhile, repeated ones included."""
@@ -183,3 +136,58 @@ def precision_warnings():
         yield texts
     texts += [str(w.message) for w in caught if issubclass(w.category, fp4.PrecisionWarning)]
     assert all("\n" not in text for text in texts)
+
+
+class Aot:
+    """The rewritten Dynamo graphs of a compiled call, and AOTAutograd's graphs of them.
+
+    ``codes`` are what the quantizers returned: (graph, operator, tensors).
+    """
+
+    def __init__(self):
+        self.dynamo, self.forward, self.backward, self.codes = [], [], [], []
+
+
+class Recorder(torch.fx.Interpreter):
+    def __init__(self, gm, codes, name):
+        super().__init__(gm)
+        self.codes, self.name = codes, name
+
+    def call_function(self, target, args, kwargs):
+        out = super().call_function(target, args, kwargs)
+        if str(target) in ("fp4.quantize.default", "fp4.act_quantize.default"):
+            self.codes.append((self.name, str(target), [t.clone() for t in out[:3]]))
+        return out
+
+
+def aot(model, x, given=None, backward=True, **kwargs):
+    """Run ``model`` through the backend's rewrite and Inductor's partitioner, without Inductor."""
+    from fp4compile.passes.printer import print_graph
+    from functorch.compile import min_cut_rematerialization_partition
+    from torch._dynamo.backends.common import aot_autograd
+
+    from fp4compile.backend import as_policy, rewrite_frame
+
+    found = Aot()
+
+    def keep(graphs, name):
+        def compiler(gm, inputs):
+            graphs.append(gm)
+            return lambda *args: Recorder(gm, found.codes, name).run(*args)
+
+        return compiler
+
+    def backend(gm, inputs):
+        rewrite_frame(gm, as_policy(given), explicit=given is not None)
+        found.dynamo.append(print_graph(gm))
+        return aot_autograd(
+            fw_compiler=keep(found.forward, "forward"),
+            bw_compiler=keep(found.backward, "backward"),
+            inference_compiler=keep(found.forward, "inference"),
+            partition_fn=min_cut_rematerialization_partition,
+        )(gm, inputs)
+
+    out = torch.compile(model, backend=backend, **kwargs)(x)
+    if backward:
+        out.square().mean().backward()
+    return found

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
-from backend_models import (  # noqa: F401 - fixtures
+from backend_models import (
     Block,
     Mlp,
     Net,
     batch,
     compiled,
-    fresh,
-    graphs,
     policy,
     precision_warnings,
     schemes,
@@ -25,16 +24,13 @@ from torch import nn
 import fp4compile as fp4
 from fp4compile.backend import inductor_options, patches
 
+pytestmark = pytest.mark.usefixtures("fresh")
 X = batch()
 
 
 def run_python(code, **env):
-    import os
-
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, **env}
-    )
-    return done
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **env})
 
 
 def test_entry_point_needs_no_import():
@@ -184,6 +180,7 @@ def test_cache_key_depends_on_policy_and_sources(monkeypatch):
 def test_source_hash_covers_every_shipped_source():
     import fp4compile.kernels
     import fp4compile.passes
+
     from fp4compile.cache_key import SUFFIXES
 
     shipped = set()
@@ -336,7 +333,7 @@ def test_a_bare_linear_and_a_bare_function():
     assert w.grad is not None
 
 
-def test_mlp_and_block_of_one(graphs):  # noqa: F811
+def test_mlp_and_block_of_one(graphs):
     for model in (Mlp(), Block()):
         compiled(model)(X)
     assert graphs.count == 2

@@ -10,18 +10,16 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from backend_models import (  # noqa: F401 - fixtures
-    D,
+from backend_models import (
     Block,
     Broken,
+    D,
     Disabled,
     Mlp,
     Net,
     Skipped,
     batch,
     compiled,
-    fresh,
-    graphs,
     policy,
     precision_warnings,
     schemes,
@@ -32,6 +30,7 @@ from torch import nn
 import fp4compile as fp4
 from fp4compile import dynamo, watching
 
+pytestmark = pytest.mark.usefixtures("fresh")
 X = batch()
 LOW = policy(default="low")
 STRICT = policy(default="low", strict=True)
@@ -202,7 +201,7 @@ def test_stamped_layers_at_the_recompile_limit():
             net.blocks[0](batch(3, 8, D))
 
 
-def test_models_of_one_class_do_not_use_up_each_others_graphs(graphs):  # noqa: F811
+def test_models_of_one_class_do_not_use_up_each_others_graphs(graphs):
     """Arms of one experiment: the same code object, another policy each, training and evaluation."""
     for i in range(7):
         net = Mlp()
@@ -219,14 +218,14 @@ def test_models_of_one_class_do_not_use_up_each_others_graphs(graphs):  # noqa: 
         assert not texts and schemes(net)["down"] == "low"
 
 
-def test_widths_of_one_class_do_not_use_up_each_others_graphs(graphs):  # noqa: F811
+def test_widths_of_one_class_do_not_use_up_each_others_graphs(graphs):
     for i in range(10):
         net = Mlp(d=16 * (i + 1))
         compiled(net, LOW, dynamic=False)(batch(4, 8, 16 * (i + 1)))
         assert graphs.new() == 1 and schemes(net)["down"] == "low"
 
 
-def test_a_users_own_limit_is_kept_for_one_model(graphs):  # noqa: F811
+def test_a_users_own_limit_is_kept_for_one_model(graphs):
     with torch._dynamo.config.patch(recompile_limit=2):
         for _ in range(2):
             call = compiled(Mlp(16), LOW, dynamic=False)
@@ -236,7 +235,7 @@ def test_a_users_own_limit_is_kept_for_one_model(graphs):  # noqa: F811
             torch._dynamo.reset()
 
 
-def test_explaining_uses_up_no_graphs(graphs):  # noqa: F811
+def test_explaining_uses_up_no_graphs(graphs):
     net = Mlp()
     for _ in range(9):
         fp4.explain(net, (X,))
@@ -252,7 +251,7 @@ def test_explaining_uses_up_no_graphs(graphs):  # noqa: F811
     assert graphs.new() == 1, "nor does it use up the limit"
 
 
-def test_apply_raises_the_limit_to_what_its_states_need(graphs):  # noqa: F811
+def test_apply_raises_the_limit_to_what_its_states_need(graphs):
     layers = [
         {"match": f"blocks.{i}.{part}", "scheme": "mxfp8"}
         for i, parts in enumerate(
@@ -324,7 +323,7 @@ FORWARD_ONLY = {
 }
 
 
-def test_blocks_share_graphs_below_a_graph_break(graphs):  # noqa: F811
+def test_blocks_share_graphs_below_a_graph_break(graphs):
     net = Broken(8)
     compiled(net, policy(default="low", layers=[{"match": "blocks.5.*", "scheme": "mxfp8"}]))(X)
     # the first block (its input has no gradient), the others, block 5, the last (recipe), the head
@@ -365,7 +364,7 @@ def kinds(graphs):
     return found
 
 
-def test_raw_parameters_below_a_graph_break(graphs):  # noqa: F811
+def test_raw_parameters_below_a_graph_break(graphs):
     layers = [{"match": "blocks.1.w1", "scheme": "mxfp8"}, {"match": "blocks.2.w2", "scheme": "low"}]
     net = RawBroken()
     with warnings.catch_warnings():

@@ -1,0 +1,414 @@
+"""The report: one row for every linear, true bytes, reasons, and a model that is left as it was."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from backend_models import (
+    Broken,
+    Checkpointed,
+    D,
+    Disabled,
+    Mlp,
+    Net,
+    aot,
+    batch,
+    compiled,
+    policy,
+    precision_warnings,
+)
+from fp4compile.passes.printer import saved_for_backward
+from torch import nn
+
+import fp4compile as fp4
+
+pytestmark = pytest.mark.usefixtures("fresh")
+X = batch()
+LOW = policy(default="low")
+
+
+class Mixed(nn.Module):
+    """A layer of every status."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp, self.eager = Mlp(), Disabled()
+        self.wide, self.unused = nn.Linear(D, D).double(), nn.Linear(D, D)
+        self.excluded, self.last = nn.Linear(D, D), nn.Linear(D, D)
+
+    def forward(self, x):
+        x = self.mlp(x)
+        x = self.wide(x.double()).float()
+        return self.last(self.excluded(self.eager(x)))
+
+
+GIVEN = policy(default="low", layers=[{"match": "excluded", "scheme": "original"}])
+
+
+def test_every_linear_has_a_row_with_status_and_reason():
+    report = fp4.explain(Mixed(), (X,), policy=GIVEN)
+    found = {row.fqn: (row.status, row.reason) for row in report}
+    assert len(report) == len(found) == 8
+    assert found["mlp.up"] == found["mlp.down"] == ("rewritten", "")
+    assert found["last"] == ("rewritten", "")
+    assert found["excluded"] == ("left", '<dict>:4 match "excluded"')
+    assert found["wide"][0] == "left" and "float64" in found["wide"][1]
+    assert found["eager.up"][0] == "not compiled" and "without Dynamo" in found["eager.up"][1]
+    assert found["unused"] == ("not compiled", "no captured graph reached it")
+    assert report["wide"].refused and not report["excluded"].refused
+
+
+def test_the_fields_of_a_row():
+    report = fp4.explain(Net(1), (X,))
+    row = report["blocks.0.mlp.up"]
+    assert row.kind == "linear" and row.shape == "64×32" and row.scheme_name == "low"
+    assert row.scheme.startswith("fprop(nvfp4:row:fp8_exact") and row.chain == 0
+    assert row.rule == "recipe fp8-exact: chain mlp" and row.engine == "reference"
+    assert report["blocks.0.mlp.down"].chain == 0 and report["head"].chain is None
+    assert report["head"].engine == "" and report["head"].scheme == "original"
+    with pytest.raises(KeyError):
+        report["no.such"]
+
+
+def test_the_table():
+    text = str(fp4.explain(Net(2), (X,)))
+    lines = text.splitlines()
+    assert lines[0].split() == ["layer", "shape", "scheme", "chain", "rule", "engine", "saved", "status", "reason"]
+    assert sum("rewritten" in line for line in lines[2:9]) == 4
+    assert "4 of 7 linear layers rewritten, 2 fused chains" in text
+    assert lines[-1].startswith("low: fprop(nvfp4:row:fp8_exact")
+    assert max(len(line) for line in lines) < 200
+
+
+def test_json_of_the_report():
+    rows = json.loads(json.dumps(fp4.explain(Net(1), (X,)).as_dicts()))
+    assert rows[0]["fqn"] == "blocks.0.attn" and isinstance(rows[1]["saved_bytes"], int)
+
+
+# Bytes ---------------------------------------------------------------------------------------------
+
+POLICIES = {
+    "fp8-exact": policy(default="low"),
+    "thinking-machines": policy(default="low", recipe="thinking-machines"),
+    "nvidia": policy(default="low", recipe="nvidia"),
+    "mxfp8": policy(default="mxfp8", recipe="mxfp8"),
+    "original": policy(recipe="bf16"),
+}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "dtype"),
+    [*((name, torch.float32) for name in POLICIES), ("fp8-exact", torch.bfloat16)],
+)
+@pytest.mark.parametrize("make", [lambda: nn.Linear(D, 48), Mlp], ids=["linear", "chain"])
+def test_saved_bytes_are_those_of_the_backward_graphs_inputs(recipe, dtype, make):
+    model = make().to(dtype)
+    x = X.to(dtype).requires_grad_()
+    found = aot(model, x, POLICIES[recipe])
+    kept = saved_for_backward(found.forward[0], found.backward[0])
+    # parameters are there anyway; nvidia's chain keeps one factor of four bytes in another shape
+    held = {tuple(map(str, p.shape)) for p in model.parameters()}
+    extra = sum(s.nbytes for s in kept if not (s.name.startswith("primals") and s.shape in held))
+    report = fp4.explain(model, (x,), policy=POLICIES[recipe])
+    if recipe == "original" and make is Mlp:  # the activation keeps its input and output, too
+        assert report.saved_bytes == extra - 32 * 64 * dtype.itemsize
+    else:
+        assert 0 <= extra - report.saved_bytes <= 4 * (recipe == "nvidia")
+    assert fp4.explain(model).saved_bytes == report.saved_bytes
+    original = fp4.explain(model, (x,), policy=policy(recipe="bf16"))
+    assert report.original_bytes == original.saved_bytes == original.original_bytes
+
+
+def test_an_input_that_two_layers_share_counts_once():
+    class Three(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(D, D) for _ in range(3))
+
+        def forward(self, x):
+            return self.q(x) + self.k(x) * self.v(x)
+
+    rows = fp4.explain(Three(), (X,), policy=LOW).rows
+    alone = fp4.explain(nn.Linear(D, D), (X,), policy=LOW).saved_bytes
+    weight = rows[1].saved_bytes
+    assert rows[1].saved_bytes == rows[2].saved_bytes and rows[0].saved_bytes == alone > weight
+    found = aot(Three(), X.clone().requires_grad_(), LOW)
+    kept = saved_for_backward(found.forward[0], found.backward[0])
+    codes = [s for s in kept if s.name.startswith("fp4::quantize")]
+    assert sum(s.shape == ("32", "16") for s in codes) == 4, "one input, three weights"
+
+
+def test_nothing_is_kept_without_gradients():
+    with torch.no_grad():
+        assert fp4.explain(Net(1), (X,)).saved_bytes == 0
+
+
+# As it was -----------------------------------------------------------------------------------------
+
+
+class Stateful(Net):
+    def __init__(self, n=2):
+        super().__init__(n)
+        self.register_buffer("steps", torch.zeros(()))
+        self.drop, self.bn = nn.Dropout(0.5), nn.BatchNorm1d(8)
+
+    def forward(self, x):
+        self.steps += 1
+        return super().forward(self.drop(self.bn(x)))
+
+
+def state_of(model):
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
+    return {
+        name: (
+            {k: v for k, v in m.__dict__.items() if k.startswith("fp4")},
+            set(m.__dict__),
+            m.training,
+            [list(getattr(m, table).items()) for table in hooks],
+            [(k, id(p), p._version, p.grad is None) for k, p in m._parameters.items() if p is not None],
+            {k: b.clone() for k, b in m._buffers.items() if b is not None},
+        )
+        for name, m in model.named_modules()
+    }
+
+
+@pytest.mark.parametrize("kind", [Stateful, Broken, Mixed, Checkpointed])
+@pytest.mark.parametrize("stamped", [False, True])
+def test_the_model_is_left_as_it_was(kind, stamped):
+    model = kind()
+    model.train()
+    if stamped:
+        fp4.apply(model, LOW)
+    model.register_forward_pre_hook(lambda m, a: None)
+    before, rng = state_of(model), torch.get_rng_state()
+    grad = torch.is_grad_enabled()
+    config = torch._dynamo.config.recompile_limit
+    fp4.explain(model, (X,), policy=None if stamped else GIVEN if kind is Mixed else LOW)
+    assert state_of(model).keys() == before.keys()
+    for name, now in state_of(model).items():
+        *rest, buffers = now
+        *rest_before, buffers_before = before[name]
+        assert rest == rest_before, name
+        assert all(torch.equal(buffers[k], buffers_before[k]) for k in buffers_before), name
+    assert torch.equal(torch.get_rng_state(), rng) and torch.is_grad_enabled() == grad
+    assert torch._dynamo.config.recompile_limit == config
+
+
+def test_the_model_is_left_as_it_was_after_an_error():
+    class Bad(Stateful):
+        def forward(self, x):
+            super().forward(x)
+            raise RuntimeError("in the model")
+
+    model = Bad()
+    before = state_of(model)
+    with pytest.raises(RuntimeError, match="in the model"):
+        fp4.explain(model, (X,))
+    assert {k: v[:4] for k, v in state_of(model).items()} == {k: v[:4] for k, v in before.items()}
+    assert model.steps == 0
+
+
+def test_explaining_is_no_eager_run_of_a_watched_model():
+    model = Mixed()
+    fp4.apply(model, {**GIVEN, "strict": False})
+    with precision_warnings() as texts:
+        report = fp4.explain(model, (X,))
+    assert not texts and report["eager.up"].status == "not compiled"
+
+
+def test_a_strict_model_can_be_explained():
+    model = Mixed()
+    fp4.apply(model, policy(default="low", strict=True))
+    assert fp4.explain(model, (X,))["eager.up"].status == "not compiled"
+
+
+def test_a_bad_policy_is_the_policys_error():
+    with pytest.raises(fp4.PolicyError, match="did you mean 'mxfp8'"):
+        fp4.explain(Net(1), (X,), policy=policy(recipe="mxfp"))
+    with pytest.raises(fp4.PolicyError, match="stamped with another policy"):
+        model = Net(1)
+        fp4.apply(model, LOW)
+        fp4.explain(model, (X,), policy=policy(default="mxfp8"))
+
+
+def test_another_policy_needs_inputs_and_a_model_without_inputs_does_not():
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.x = nn.Linear(D, D), nn.Parameter(torch.randn(4, D))
+
+        def forward(self, x=None):
+            return self.a(self.x)
+
+    model = Net(1)
+    compiled(model, LOW)(X)
+    with pytest.raises(fp4.Fp4Error, match="give example inputs"):
+        fp4.explain(model, policy=policy(recipe="bf16"))
+    model = Constant()
+    assert fp4.explain(model, policy=LOW)["a"].status == "rewritten"
+    compiled(model, policy(recipe="bf16"))()
+    assert fp4.explain(model)["a"].status == "left", "what ran comes before what would run"
+
+
+def test_keyword_arguments_and_several_inputs():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(D, D)
+
+        def forward(self, x, *, scale):
+            return self.a(x) * scale
+
+    report = fp4.explain(Two(), (X,), {"scale": 2.0}, LOW)
+    assert report["a"].status == "rewritten"
+    assert fp4.explain(Two(), kwargs={"x": X, "scale": 1.0}, policy=LOW)["a"].status == "rewritten"
+
+
+# After training ------------------------------------------------------------------------------------
+
+
+def test_the_recorded_report_is_that_of_the_run():
+    model = Net(2)
+    with pytest.raises(fp4.Fp4Error, match="has not run under backend 'fp4'.*fp4.explain") as caught:
+        fp4.explain(model)
+    assert "\n" not in str(caught.value)
+    call = compiled(model, LOW)
+    call(X).sum().backward()
+    report = fp4.explain(model)
+    asked = fp4.explain(Net(2), (X,), policy=LOW)
+    assert report.rows == asked.rows and report.saved_bytes > 0
+    with torch.no_grad():
+        call(X)
+    assert fp4.explain(model).rows == report.rows, "evaluation keeps the training bytes"
+    assert fp4.explain(call).rows == report.rows, "the compiled module, too"
+
+
+def test_the_recorded_report_has_what_ran_eagerly():
+    model = Mixed()
+    call = compiled(model, GIVEN)
+    call(X)
+    call(X)
+    found = {row.fqn: (row.status, row.reason) for row in fp4.explain(model)}
+    assert found["eager.up"] == ("not compiled", "its frame ran without Dynamo")
+    assert found["unused"] == ("not compiled", "no captured graph reached it")
+    assert found["last"][0] == "rewritten" and len(found) == 8
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_blocks_that_share_a_graph_are_all_reported(recorded):
+    model = Broken(6)
+    given = policy(layers=[{"match": "blocks.4.mlp.*", "scheme": "mxfp8"}])
+    if recorded:
+        compiled(model, given)(X)
+    report = fp4.explain(model) if recorded else fp4.explain(model, (X,), policy=given)
+    for i in range(6):
+        wanted = "mxfp8" if i in (4, 5) else "low"
+        row = report[f"blocks.{i}.mlp.up"]
+        assert (row.status, row.scheme_name) == ("rewritten", wanted), i
+        assert ("match" in row.rule) == (i == 4)
+    assert len(report) == 6 * 3 + 1
+
+
+def test_the_recorded_report_follows_the_stamps():
+    model = Net(1)
+    given = policy(default="low", phases=[{"from_step": 5, "fprop": "original"}])
+    call = compiled(model)
+    seen = []
+    for at in (0, 5, 0):
+        fp4.apply(model, given, step=at)
+        call(X).sum().backward()
+        report = fp4.explain(model)
+        seen.append(report["head"].scheme.startswith("fprop(original)"))
+        assert len(report) == 4 and report.policy == "<dict>"
+    assert seen == [False, True, False]
+
+
+def test_a_model_compiled_in_parts_asks_for_inputs():
+    model = Net(2)
+    fp4.apply(model, LOW)
+    for block in model.blocks:
+        block.compile(backend="fp4", options={"compiler": "eager"})
+    model(X)
+    with pytest.raises(fp4.Fp4Error, match="compiled in parts.*blocks.0"):
+        fp4.explain(model)
+    report = fp4.explain(model, (X,))
+    assert {row.status for row in report} == {"rewritten"}
+
+
+def test_two_models_of_one_call_have_reports_of_their_own():
+    student, teacher = Net(2), Mlp()
+
+    @torch.compile(backend="fp4", options={"compiler": "eager", "policy": LOW})
+    def train(student, teacher, x):
+        return (student(x).mean() - teacher(x).detach().mean()).square()
+
+    train(student, teacher, X).backward()
+    assert len(fp4.explain(student)) == 7 and len(fp4.explain(teacher)) == 2
+
+
+def test_a_layer_compiled_again_keeps_one_row():
+    model = Net(1)
+    call = compiled(model, LOW, dynamic=False)
+    for n in (2, 3, 4):
+        call(batch(n, 8, D))
+    report = fp4.explain(model)
+    assert len(report) == 4 and {row.chain for row in report} == {0, None}
+    assert report["head"].original_bytes == 4 * 8 * D * 4
+
+
+def test_a_shared_module_has_a_row_for_each_use():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = Mlp()
+            self.alias = self.mlp
+
+        def forward(self, x):
+            return self.alias(self.mlp(x))
+
+    model = Twice()
+    call = compiled(model, LOW, dynamic=False)
+    for n in (2, 3):
+        call(batch(n, 8, D))
+        rows = fp4.explain(model).rows
+        assert [r.fqn for r in rows] == ["mlp.up", "mlp.up", "mlp.down", "mlp.down"]
+        assert {r.original_bytes for r in rows if r.fqn == "mlp.up"} == {n * 8 * D * 4}
+
+
+def test_reports_do_not_keep_models_alive():
+    import gc
+    import weakref
+
+    for make in (lambda: Net(1), lambda: nn.Linear(D, D), lambda: Broken(2)):
+        model = make()
+        compiled(model, LOW)(X)
+        fp4.explain(model)
+        seen = weakref.ref(model)
+        del model
+        torch._dynamo.reset()
+        gc.collect()
+        assert seen() is None
+
+
+def test_the_command_line():
+    code = """
+import sys, torch
+sys.path.insert(0, {path!r})
+from backend_models import Mlp, batch
+def make(): return Mlp(), (batch(),)
+sys.modules["mine"] = sys.modules["__main__"]
+from fp4compile.cli import app
+app(["explain", "mine:make", "--json"])
+"""
+    from pathlib import Path
+
+    path = str(Path(__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(path=path)], capture_output=True, text=True
+    )
+    rows = json.loads(done.stdout)
+    assert [row["status"] for row in rows] == ["rewritten"] * 2, done.stderr
