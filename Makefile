@@ -1,7 +1,41 @@
-# make demo, make test and make lint each build what they need in .venv.
+# make demo, test and lint install what they need into VENV first, once; make clean removes it.
+#   make demo ARGS='--data FILE'      make test ARGS='-k policy'      make demo TORCH='torch==2.13.0'
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch
+ARGS   ?=
 BIN    := $(VENV)/bin
+TYPING := build/typing/fp4compile
 
 .PHONY: demo test test-gpu lint clean
+.NOTPARALLEL:
+
+demo: $(VENV)/installed-plots
+	$(BIN)/python examples/train_gpt.py $(ARGS)
+
+test: $(VENV)/installed-test
+	$(BIN)/pytest $(ARGS)
+
+test-gpu: $(VENV)/installed-test
+	$(BIN)/pytest -m gpu tests/gpu $(ARGS)
+
+# mypy sees packages where their names say, so it gets a tree of links that is laid out like that.
+lint: $(VENV)/installed-lint
+	$(BIN)/ruff check .
+	rm -rf $(TYPING) && mkdir -p $(TYPING)
+	cd $(TYPING) && ln -s ../../../fp4compile/* ../../../passes ../../../kernels .
+	MYPYPATH=build/typing $(BIN)/mypy --ignore-missing-imports -p fp4compile
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+$(VENV)/installed-%: pyproject.toml | $(BIN)/pip
+	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[$*]'
+	touch $@
+
+$(BIN)/pip:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	  || { echo '$(PYTHON) is missing or older than Python 3.10: set PYTHON' >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
+	  || { echo '$(PYTHON) lacks its venv module: install it (Debian: python3-venv)' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

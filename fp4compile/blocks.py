@@ -32,6 +32,11 @@ def is_linear(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and getattr(weight, "ndim", 0) == 2
 
 
+def weight_shape(module: nn.Module) -> str:
+    """The shape of a linear's weight as a report shows it: ``out×in`` (Conv1D: as stored)."""
+    return "×".join(str(n) for n in module.get_parameter("weight").shape)
+
+
 def linears(model: nn.Module) -> dict[nn.Module, list[str]]:
     """Every linear of ``model`` with all its names, wrappers stripped, in the model's order."""
     found: dict[nn.Module, list[str]] = {}

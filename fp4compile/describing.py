@@ -10,6 +10,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from . import report
+from .blocks import weight_shape
 from .choice import Choice
 from .kernels.formats import GEMMS, Scheme
 from .kernels.layer import Layer, acc_dtype
@@ -73,7 +74,7 @@ def _inside(place: Place, stamp: Stamp, operation: str) -> Described:
     decision, cases = stamp.plain, (stamp.chain, stamp.plain)
     reason = f"inside {operation}, which is one operation"
     row = report.Row(
-        place.name, operation, "×".join(str(n) for n in place.owner.module.weight.shape),
+        place.name, operation, weight_shape(place.owner.module),
         str(decision.scheme), decision.scheme_name, decision.rule, "", 0, 0, "left", reason,
         refused=not any(case.scheme.original for case in cases),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from . import dynamo, stamping, watching
-from .blocks import clean_name, linears, unwrap
+from .blocks import clean_name, linears, unwrap, weight_shape
 from .choice import Choice
 from .describing import describe
 from .kernels.errors import Fp4Error
@@ -194,11 +194,10 @@ def _add_missing(
             continue
         stamp = stamping.stamp_of(module) or resolution.get(module)
         decision = stamp.chain if stamp is not None else None
-        weight = module.weight
         report.rows.append(
             Row(
                 fqn=names[0], kind=type(module).__name__,
-                shape="×".join(str(n) for n in weight.shape),
+                shape=weight_shape(module),
                 scheme=str(decision.scheme) if decision else "",
                 scheme_name=decision.scheme_name if decision else "",
                 rule=decision.rule if decision else "", engine="", saved_bytes=0, original_bytes=0,

@@ -144,7 +144,8 @@ def _ran_eagerly(module: nn.Module, args: Any, out: Any) -> None:
     _ran(module, args)
     doubtful = known is not None and known.in_chain is None and any(known.names)
     if doubtful and isinstance(out, Tensor) and out.grad_fn is not None:
-        out.grad_fn.metadata[KEY] = weakref.ref(module)
+        metadata: Any = out.grad_fn.metadata  # a dict; torch types it as a method
+        metadata[KEY] = weakref.ref(module)
 
 
 def _ran(module: nn.Module, args: Any) -> None:
@@ -190,7 +191,8 @@ def _chain_behind(args: Any) -> list[nn.Module]:
         if node is None or node in seen:
             continue
         seen.add(node)
-        module = node.metadata.get(KEY, lambda: None)()
+        metadata: Any = node.metadata
+        module = metadata.get(KEY, lambda: None)()
         kind = node.name().partition("Backward")[0]
         if module is not None:
             linears.append(module)
@@ -198,5 +200,5 @@ def _chain_behind(args: Any) -> list[nn.Module]:
             return []
         else:
             active = active or kind in ACTIVATIONS
-            todo += [following for following, _ in node.next_functions]
+            todo += [f for f, _ in node.next_functions if f is not None]
     return linears if active and len(linears) <= 2 else []

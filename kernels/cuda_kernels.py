@@ -13,7 +13,6 @@ An operand's form is "none", "e4m3" (uint8) or "bf16". A factor is FP32 [R], [1]
 from __future__ import annotations
 
 import ctypes
-
 from typing import NamedTuple
 
 import torch

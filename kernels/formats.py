@@ -1,15 +1,16 @@
-"""How one tensor is stored (`TensorFormat`) and what one layer does (`Scheme`), as data and as text.
+"""How one tensor is stored (`TensorFormat`), what one layer does (`Scheme`), as data and as text.
 
 Both have one canonical text, which is what the graphs show and what the operators take as
 arguments:
 
-    nvfp4:row:fp8_exact        NVFP4, one outer scale a row, block scales limited to the FP8-exact set
+    nvfp4:row:fp8_exact        NVFP4, one outer scale a row, block scales of the FP8-exact set
     nvfp4:tensor:tile          NVFP4 weight in 16x16 tiles
     nvfp4:row:four_over_six    with the four-over-six scale search
     nvfp4:row:fp8_exact:half   FP8-exact with the scale search in FP16 arithmetic
     mxfp8:32:sr                MXFP8, blocks of 32, stochastic rounding
 
-    fprop(nvfp4:row:fp8_exact, nvfp4:tensor:fp8_exact) dgrad(mxfp8:row:sr, fprop) wgrad(mxfp8:row:sr:fold, fprop)
+    fprop(nvfp4:row:fp8_exact, nvfp4:tensor:fp8_exact) dgrad(mxfp8:row:sr, fprop)
+        wgrad(mxfp8:row:sr:fold, fprop)   (in one line)
 
 A GEMM reads its operands in the order (activation, weight), (gradient, weight), (gradient,
 activation). A backward operand is `fprop` (the saved codes, exactly), `fprop>FORMAT` (the saved
@@ -20,7 +21,7 @@ in the forward along the axis that this GEMM reduces).
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache
 
 from .errors import FormatError
 
@@ -131,7 +132,7 @@ class TensorFormat:
 
     @property
     def padding(self) -> int:
-        """What the quantized axis is padded to a multiple of: the block, or the rotation's group."""
+        """The quantized axis is padded to a multiple of it: the block, or the rotation's group."""
         return max(BLOCK[self.format], self.rotation or 0)
 
     @property
@@ -158,7 +159,7 @@ class TensorFormat:
         return ":".join(words)
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def parse(text: str) -> TensorFormat:
         """The format whose canonical text is ``text``."""
         name, *words = text.split(":")
@@ -175,7 +176,7 @@ def _keyword(name: str, word: str) -> dict:
             return {"scale_search": tuple(float(f) for f in word[7:].split("/"))}
         except ValueError:
             raise FormatError(f"{word!r} is no list of factors") from None
-    fixed = {
+    fixed: dict[str, dict] = {
         "sr": {"rounding": "stochastic"},
         "tile": {"block": "tile"},
         "fp8_exact": {"block_scales": "fp8_exact"},
@@ -282,10 +283,14 @@ class Scheme:
         saved = self.fprop[1 if name == "dgrad" else 0].format if self.fprop else None
         role = GEMMS[name][1]
         if other.source == "fprop" and saved is not None and saved.rotation:
-            raise FormatError(f"{name}.{role}: rotated codes are not for other GEMMs; from: input is")
+            raise FormatError(
+                f"{name}.{role}: rotated codes are not for other GEMMs; from: input is"
+            )
         if other.source != "fprop" or other.format is not None:
             if gradient.fold:
-                raise FormatError(f"{name}.gradient: fold needs the activation from: fprop as it is")
+                raise FormatError(
+                    f"{name}.gradient: fold needs the activation from: fprop as it is"
+                )
             return
         assert saved is not None
         tile = saved.block == "tile"
@@ -295,7 +300,9 @@ class Scheme:
                 f"{saved} must be quantized again (add a format)"
             )
         if role == "activation" and saved.outer == "row" and not gradient.fold:
-            raise FormatError(f"{name}.gradient: fold: outer is needed, the activation has row scales")
+            raise FormatError(
+                f"{name}.gradient: fold: outer is needed, the activation has row scales"
+            )
         if role == "activation" and saved.outer != "row" and gradient.fold:
             raise FormatError(f"{name}.gradient: nothing to fold, the activation has no row scales")
         if role == "weight" and saved.outer != "tensor":
@@ -321,7 +328,7 @@ class Scheme:
         return " ".join(parts)
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def parse(text: str) -> Scheme:
         """The scheme whose canonical text is ``text``."""
         if text == "original":

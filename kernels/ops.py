@@ -52,7 +52,10 @@ def check_shapes(k: int, weight: Tensor, bias: Tensor | None) -> None:
         raise InputError(f"fp4: a weight must be [N, K], this one is {list(weight.shape)}")
     n = weight.shape[0]
     if weight.shape[1] != k:
-        raise InputError(f"fp4: the input has {k} columns, the weight [N, K] {list(weight.shape)}")
+        shape = list(weight.shape)
+        raise InputError(
+            f"fp4: the input has {k} columns, the weight [N, K] = {shape} takes {shape[1]}"
+        )
     if bias is not None and (bias.ndim != 1 or bias.shape[0] != n):
         raise InputError(f"fp4: a bias of {n} elements is needed, this one is {list(bias.shape)}")
 
@@ -116,7 +119,9 @@ def gated_linear(
         )  # fmt: skip
     gate = linear(x, weight_gate, bias_gate, scheme_gate, hidden_dtype)
     up = linear(x, weight_up, bias_up, scheme_up, hidden_dtype)
-    return linear(ACTIVATIONS[act].forward(gate) * up, weight_down, bias_down, scheme_down, out_dtype)
+    return linear(
+        ACTIVATIONS[act].forward(gate) * up, weight_down, bias_down, scheme_down, out_dtype
+    )
 
 
 def fusable(scheme: str) -> bool:
@@ -126,7 +131,8 @@ def fusable(scheme: str) -> bool:
 
 
 _LAYER_OPS = {
-    "linear(Tensor x, Tensor weight, Tensor? bias, str scheme, ScalarType out_dtype) -> Tensor": linear,
+    "linear(Tensor x, Tensor weight, Tensor? bias, str scheme, ScalarType out_dtype)"
+    " -> Tensor": linear,
     "linear_act_linear(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2,"
     " str act, str scheme1, str scheme2, ScalarType hidden_dtype, ScalarType out_dtype)"
     " -> Tensor": linear_act_linear,

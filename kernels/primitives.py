@@ -21,7 +21,9 @@ NAMES: list[str] = []
 
 _TERM = "Tensor acc{0}, Tensor? row{0}, Tensor? col{0}, Tensor? bias{0}"
 _QUANTIZED = "(Tensor, Tensor, Tensor, Tensor)"
-_GRADIENT = "str dgrad, str wgrad, str operand_d, str operand_w, bool bias_grad, Tensor? seed, int stream"
+_GRADIENT = (
+    "str dgrad, str wgrad, str operand_d, str operand_w, bool bias_grad, Tensor? seed, int stream"
+)
 _GRADIENT_OUT = "Tensor, Tensor, Tensor, Tensor, Tensor"
 
 
@@ -102,7 +104,9 @@ def _fake_quantize(x, format, operand, transpose):
     return *fake_codes(x, rows, cols, fmt), fake_operand(x, rows, cols, fmt, operand)
 
 
-@primitive(f"quantize(Tensor x, str format, str operand, bool transpose) -> {_QUANTIZED}", _fake_quantize)
+@primitive(
+    f"quantize(Tensor x, str format, str operand, bool transpose) -> {_QUANTIZED}", _fake_quantize
+)
 def quantize(x: Tensor, format: str, operand: str, transpose: bool):
     """x [R, C] (or its transpose) along the last axis -> codes, scales, factor, operand."""
     fmt = TensorFormat.parse(format)
@@ -139,7 +143,9 @@ def act_quantize(acc, row, col, bias, act, format, operand):
     return quantize(h, format, operand, False)
 
 
-def _fake_glu_quantize(acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act, format, operand):
+def _fake_glu_quantize(
+    acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act, format, operand
+):
     return _fake_quantize(acc_g, format, operand, False)
 
 
@@ -240,7 +246,13 @@ def act_grad_quantize(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
     dgrad, wgrad, *others = rest
     fused = _fused("act_gradient_operands", acc, dgrad, wgrad)
     done = fused and fused(
-        (g, row, col, None), (acc, row1, col1, bias1), act, fold, parse(dgrad), parse(wgrad), *others
+        (g, row, col, None),
+        (acc, row1, col1, bias1),
+        act,
+        fold,
+        parse(dgrad),
+        parse(wgrad),
+        *others,
     )
     if done:
         return done
@@ -272,14 +284,18 @@ def glu_grad_quantize(g, row, col, acc_g, row_g, col_g, bias_g, acc_u, row_u, co
                       fold_g, fold_u, dgrad_g, wgrad_g, dgrad_u, wgrad_u,
                       operand_dg, operand_wg, operand_du, operand_wu, bias_grad_g, bias_grad_u,
                       seed, stream):  # fmt: skip
-    """`quantize_grad` of both terms of h = act(gate) * up; streams ``stream`` and ``stream + 16``."""
+    """`quantize_grad` of both terms of h = act(gate) * up; up's stream is 16 higher."""
     dh = affine(g, row, col, None)
     gate, up = affine(acc_g, row_g, col_g, bias_g), affine(acc_u, row_u, col_u, bias_u)
     d_gate = evaluate(ACTIVATIONS[act].backward, dh * up, gate)
     d_up = dh * evaluate(ACTIVATIONS[act].forward, gate)
     return (
-        *quantize_grad(d_gate, fold_g, dgrad_g, wgrad_g, operand_dg, operand_wg, bias_grad_g, seed, stream),
-        *quantize_grad(d_up, fold_u, dgrad_u, wgrad_u, operand_du, operand_wu, bias_grad_u, seed, stream + 16),
+        *quantize_grad(
+            d_gate, fold_g, dgrad_g, wgrad_g, operand_dg, operand_wg, bias_grad_g, seed, stream
+        ),
+        *quantize_grad(
+            d_up, fold_u, dgrad_u, wgrad_u, operand_du, operand_wu, bias_grad_u, seed, stream + 16
+        ),
     )
 
 

@@ -9,9 +9,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fp4compile
 import fp4compile.kernels
 import fp4compile.passes
+
+import fp4compile
 
 RUN = """
 import json, sys, torch
