@@ -25,6 +25,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from .kernels.errors import PolicyError
+from .kernels.formats import SEARCHES
 from .policy_yaml import Source
 from .words import hint, shown, unknown
 
@@ -62,16 +63,16 @@ def _search(value: Any) -> Any:
     """``scale_search``: a word, or a list of factors."""
     if isinstance(value, list) and value and all(type(v) in (int, float) for v in value):
         return tuple(float(v) for v in value)
-    if value is None or value == "four_over_six":
+    if value is None or (isinstance(value, str) and value in SEARCHES):
         return value
-    text = "{got} is neither four_over_six nor a list of factors{hint}"
-    context = {"got": shown(value), "hint": hint(value, ["four_over_six"])}
+    text = "{got} is neither four_over_six, half nor a list of factors{hint}"
+    context = {"got": shown(value), "hint": hint(value, SEARCHES)}
     raise PydanticCustomError("search", text, context)
 
 
 _SEARCH_SCHEMA = {
     "anyOf": [
-        {"const": "four_over_six"},
+        {"enum": list(SEARCHES)},
         {"type": "array", "items": {"type": "number", "exclusiveMinimum": 0}, "minItems": 1},
         {"type": "null"},
     ]

@@ -65,7 +65,7 @@ def _torchao_arms() -> dict[str, Arm]:
 
 
 def gpt_arms() -> dict[str, Arm]:
-    """BF16 first; recipes with their own rules (the last blocks in MXFP8), and attention as well."""
+    """BF16 first; recipes with their own rules (the last blocks in MXFP8), and attention too."""
     return {
         "bf16": bf16,
         "fp8-exact": fp4("fp8-exact", []),

@@ -16,7 +16,7 @@ from fp4compile.policy_rules import Span
 from fp4compile.stamp import Decision, Stamp
 
 V = "version: 1\n"
-LOW = "fprop(nvfp4:row:fp8_exact, nvfp4:tensor:fp8_exact) dgrad(mxfp8:row:sr, fprop) wgrad(mxfp8:row:sr:fold, fprop)"
+LOW = "fprop(nvfp4:row:fp8_exact:half, nvfp4:tensor:fp8_exact:half) dgrad(mxfp8:row:sr, fprop) wgrad(mxfp8:row:sr:fold, fprop)"
 MXFP8 = "fprop(mxfp8:row, mxfp8:row) dgrad(mxfp8:row:sr, fprop>mxfp8:row:sr) wgrad(mxfp8:row:sr, fprop>mxfp8:row:sr)"
 
 

@@ -24,8 +24,8 @@ def low(phase: str, recipe: str = "fp8-exact") -> str:
 
 
 FORWARD_ORIGINAL = {
-    "fp8-exact": "fprop(original) dgrad(mxfp8:row:sr, input>nvfp4:tensor:fp8_exact) "
-    "wgrad(mxfp8:row:sr, input>nvfp4:tensor:fp8_exact)",
+    "fp8-exact": "fprop(original) dgrad(mxfp8:row:sr, input>nvfp4:tensor:fp8_exact:half) "
+    "wgrad(mxfp8:row:sr, input>nvfp4:tensor:fp8_exact:half)",
     "thinking-machines": "fprop(original) dgrad(mxfp8:32:sr, input>mxfp8:32) wgrad(mxfp8:32:sr, input>mxfp8:32)",
     "mxfp8": "fprop(original) dgrad(mxfp8:32:sr, input>mxfp8:32) wgrad(mxfp8:32:sr, input>mxfp8:32)",
     "nvidia": "fprop(original) dgrad(nvfp4:tensor:sr, input>nvfp4:tensor:tile) "
@@ -42,7 +42,7 @@ def test_forward_original_quantizes_backward_operands_from_the_input(recipe: str
 
 def test_backward_original() -> None:
     assert low("dgrad: original, wgrad: original") == (
-        "fprop(nvfp4:row:fp8_exact, nvfp4:tensor:fp8_exact) dgrad(original) wgrad(original)"
+        "fprop(nvfp4:row:fp8_exact:half, nvfp4:tensor:fp8_exact:half) dgrad(original) wgrad(original)"
     )
 
 

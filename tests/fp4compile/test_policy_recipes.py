@@ -11,7 +11,7 @@ MX32 = "fprop(mxfp8:32, mxfp8:32) dgrad(mxfp8:32:sr, fprop>mxfp8:32:sr) wgrad(mx
 MXROW = MX32.replace("32", "row")
 LOW = {
     "bf16": "original",
-    "fp8-exact": "fprop(nvfp4:row:fp8_exact, nvfp4:tensor:fp8_exact) dgrad(mxfp8:row:sr, fprop) "
+    "fp8-exact": "fprop(nvfp4:row:fp8_exact:half, nvfp4:tensor:fp8_exact:half) dgrad(mxfp8:row:sr, fprop) "
     "wgrad(mxfp8:row:sr:fold, fprop)",
     "mxfp4": "fprop(mxfp4, mxfp4) dgrad(mxfp4:sr, input>mxfp4) wgrad(mxfp4:sr:had32, input>mxfp4:had32)",
     "mxfp8": MX32,
