@@ -129,6 +129,17 @@ ERRORS: dict[str, tuple[str, int, str]] = {
         5,
         "did you mean 'four_over_six'?",
     ),
+    "search half": (
+        operand("{format: nvfp4, block_scales: fp8_exact, scale_search: hlaf}"),
+        5,
+        "did you mean 'half'?",
+    ),
+    "search half, plain": (operand("{format: nvfp4, scale_search: half}"), 5, "fp8_exact"),
+    "search of fp8_exact": (
+        operand("{format: nvfp4, block_scales: fp8_exact, scale_search: four_over_six}"),
+        5,
+        "no other search",
+    ),
     "search list": (operand("{format: nvfp4, scale_search: [1, -1]}"), 5, "positive factors"),
     "search nan": (
         operand("{format: nvfp4, scale_search: [.nan]}"),

@@ -167,7 +167,7 @@ def test_no_grad_saves_nothing() -> None:
 def test_gate_and_up_share_codes_only_in_one_form(monkeypatch) -> None:
     """On a GPU the engine follows both operands: E4M3 bytes for one layer, BF16 for the other."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    plain = EXACT.replace("nvfp4:tensor:fp8_exact) dgrad(mxfp8:row:sr, fprop)", "nvfp4:tensor)")
+    plain = EXACT.replace("nvfp4:tensor:fp8_exact:half) dgrad(mxfp8:row:sr, fprop)", "nvfp4:tensor)")
     schemes = [Scheme.parse(text) for text in (EXACT, plain, ARTICLE, "original")]
     for device, alike in ((torch.device("cuda"), False), (torch.device("cpu"), True)):
         exact, other, article, original = (Layer(s, BF16, device) for s in schemes)
