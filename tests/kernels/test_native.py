@@ -6,10 +6,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import hashlib
-import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -60,13 +57,6 @@ STREAM = 5
 
 needs_native = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
 pytestmark = needs_native
-
-
-@pytest.fixture(autouse=True)
-def _threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 def matrix(rows: int, cols: int, kind: str = "mixed", dtype=torch.float32, seed=0) -> torch.Tensor:
@@ -308,35 +298,26 @@ def test_seeds_are_tensors() -> None:
 
 # ---- building -------------------------------------------------------------------------------
 
-CHILD = """
-import torch
-from fp4compile.kernels import native
-from fp4compile.kernels.formats import TensorFormat
-print(native.available()[0], native.available()[1])
-if native.available()[0]:
-    native.quantize(torch.ones(4, 32), TensorFormat.parse("mxfp8:32"))
-"""
+def reason(monkeypatch, **env: str) -> str:
+    """Why there is no library in a process that starts with these variables."""
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    library, text = native_library.load.__wrapped__()
+    assert library is None
+    return text
 
 
-def child(**env: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD], env={**os.environ, **env}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def test_no_compiler_is_one_line(monkeypatch) -> None:
+    text = reason(monkeypatch, CXX="/nowhere/c++", FP4COMPILE_CACHE_DIR="/nowhere")
+    assert text.startswith("no C++ compiler") and "\n" not in text
 
 
-def test_no_compiler_is_one_line() -> None:
-    reply = child(CXX="/nowhere/c++", FP4COMPILE_CACHE_DIR="/nowhere")
-    assert reply.startswith("False no C++ compiler") and "\n" not in reply
-
-
-def test_a_compiler_that_fails_is_one_line(tmp_path: Path) -> None:
+def test_a_compiler_that_fails_is_one_line(tmp_path: Path, monkeypatch) -> None:
     fake = tmp_path / "c++"
     fake.write_text("#!/bin/sh\necho 'x.cpp:1: error: broken toolchain' >&2\nexit 1\n")
     fake.chmod(0o755)
-    reply = child(CXX=str(fake), FP4COMPILE_CACHE_DIR=str(tmp_path / "cache"))
-    assert reply.startswith("False") and "broken toolchain" in reply and "\n" not in reply
+    text = reason(monkeypatch, CXX=str(fake), FP4COMPILE_CACHE_DIR=str(tmp_path / "cache"))
+    assert "broken toolchain" in text and "\n" not in text
 
 
 def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch) -> None:
@@ -357,6 +338,8 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch) -> None:
 
 def test_an_intact_library_that_does_not_load_is_built_again(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("FP4COMPILE_CACHE_DIR", str(tmp_path))
+    fast = native_library.FLAGS.replace("-O3", "-O0")
+    monkeypatch.setattr(native_library, "FLAG_SETS", ("-no-such-flag", fast))
     cache.write("native-test.so", b"not a library")
     library = native_library.open_library("native-test.so", native_library.compiler())
     assert isinstance(library, ctypes.CDLL)
