@@ -192,7 +192,9 @@ def check_activation_gradient(act: str, dtype, device, shape=(70, 80)) -> None:
         (g[0], None, None, None), None, fmt, fmt, "e4m3", "e4m3", True, seed(device), STREAM, act, z
     )
     want = gradient_parts(dz, None, [fmt, fmt], "e4m3")
-    torch.testing.assert_close(got[4], dz.sum(0), rtol=1e-3, atol=1e-3)
+    # act'(z) is within 3e-4: the fit of erf is 1.1e-4 off, tanh.approx adds its part.
+    bound = 3e-4 * g[0].float().abs().sum(0) + 1e-6
+    assert ((got[4] - dz.sum(0)).abs() <= bound).all()
     for i in (0, 2):
         # A row's scale may step where its maximum is next to a power of two times 448.
         same = got[i + 1] == want[i + 1]
