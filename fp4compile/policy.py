@@ -224,6 +224,8 @@ def _build(entry: PolicyEntry, source: Source) -> Policy:
     used = dict.fromkeys([*(rule.scheme for rule in rules), default[0]])
     for index, phase in enumerate(phases):
         check_phase(phase, index, used, schemes, source)
+    if entry.save_weight == "remake":
+        raise source.error(("save_weight",), "remake is not available in this release; use codes")
     return Policy(
         name=source.name,
         text=source.text,

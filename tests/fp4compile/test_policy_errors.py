@@ -51,6 +51,7 @@ ERRORS: dict[str, tuple[str, int, str]] = {
     ),
     "strict": (V + "strict: maybe", 2, "strict: true or false is needed, not 'maybe'"),
     "save_weight": (V + "save_weight: cods", 2, "did you mean 'codes'?"),
+    "save_weight reserved": (V + "save_weight: remake", 2, "not available"),
     "default": (V + "default: orignal", 2, "unknown scheme 'orignal'; did you mean 'original'?"),
     "layers is a mapping": (V + "layers: {a: b}", 2, "layers: a list is needed"),
     "rule is a text": (RULE + "lm_head", 4, "layers[1]: a mapping is needed, not 'lm_head'"),
