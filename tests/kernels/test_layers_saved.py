@@ -9,9 +9,9 @@ import weakref
 import pytest
 import torch
 from fp4compile.kernels import ops  # noqa: F401 - defines torch.ops.fp4
-from fp4compile.kernels.formats import Scheme
+from fp4compile.kernels.formats import Operand, Scheme, TensorFormat
 from fp4compile.kernels.layer import Layer
-from layer_oracle import ARTICLE, EXACT, LOW, data, mixes, one_thread  # noqa: F401
+from layer_oracle import ARTICLE, EXACT, LOW, data, mixes
 
 fp4 = torch.ops.fp4
 F32, BF16, U8 = torch.float32, torch.bfloat16, torch.uint8
@@ -167,8 +167,10 @@ def test_no_grad_saves_nothing() -> None:
 def test_gate_and_up_share_codes_only_in_one_form(monkeypatch) -> None:
     """On a GPU the engine follows both operands: E4M3 bytes for one layer, BF16 for the other."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    plain = EXACT.replace("nvfp4:tensor:fp8_exact:half) dgrad(mxfp8:row:sr, fprop)", "nvfp4:tensor)")
-    schemes = [Scheme.parse(text) for text in (EXACT, plain, ARTICLE, "original")]
+    scheme = Scheme.parse(EXACT)
+    weight = Operand(TensorFormat.parse("nvfp4:tensor"))
+    plain = Scheme((scheme.fprop[0], weight), None, scheme.wgrad)
+    schemes = [scheme, plain, Scheme.parse(ARTICLE), Scheme()]
     for device, alike in ((torch.device("cuda"), False), (torch.device("cpu"), True)):
         exact, other, article, original = (Layer(s, BF16, device) for s in schemes)
         assert exact.same_activation(exact) and exact.same_activation(other) == alike

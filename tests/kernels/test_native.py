@@ -298,6 +298,7 @@ def test_seeds_are_tensors() -> None:
 
 # ---- building -------------------------------------------------------------------------------
 
+
 def reason(monkeypatch, **env: str) -> str:
     """Why there is no library in a process that starts with these variables."""
     for name, value in env.items():
@@ -337,12 +338,21 @@ def test_a_damaged_library_is_built_again(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_an_intact_library_that_does_not_load_is_built_again(tmp_path: Path, monkeypatch) -> None:
+    """Here with the last flags, for any processor: the same bits."""
     monkeypatch.setenv("FP4COMPILE_CACHE_DIR", str(tmp_path))
-    fast = native_library.FLAGS.replace("-O3", "-O0")
-    monkeypatch.setattr(native_library, "FLAG_SETS", ("-no-such-flag", fast))
+    portable = native_library.FLAGS.replace("-O3", "-O0")
+    monkeypatch.setattr(native_library, "FLAG_SETS", ("-no-such-flag", portable))
     cache.write("native-test.so", b"not a library")
     library = native_library.open_library("native-test.so", native_library.compiler())
     assert isinstance(library, ctypes.CDLL)
+    monkeypatch.setattr(native, "_library", lambda: library)
+    x = matrix(37, 144)
+    for text in FORMATS:
+        fmt = TensorFormat.parse(text)
+        assert_same(native.quantize(x, fmt, SEED, STREAM, values=True), by_reference(x, fmt))
+    fmt = TensorFormat.parse("mxfp8:32:sr")
+    got = native.quantize_grad(x, None, fmt, fmt, SEED, STREAM)
+    assert_same(got[:4], gradient_by_reference(x, None, str(fmt), str(fmt)))
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch) -> None:
