@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 
-import pytest
 import torch
 from fp4compile.kernels import reference
 from fp4compile.kernels.formats import BLOCK, Operand, Scheme, TensorFormat
@@ -23,15 +22,6 @@ RECIPES = ("fp8-exact", "thinking-machines", "mxfp8", "nvidia", "mxfp4")
 LOW = {r: str(Policy.recipe(r).schemes["low"]) for r in RECIPES}
 EXACT, ARTICLE = LOW["fp8-exact"], LOW["thinking-machines"]
 WEIGHT, ACTIVATION, ROTATED, NEXT_LAYER = 2, 3, 8, 16  # streams; the gradient's is 0
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The tensors are small; a module that imports this runs its tests in one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def every_scheme() -> dict[str, str]:

@@ -18,7 +18,6 @@ from layer_oracle import (
     mixes,
     next_seed,
     off,
-    one_thread,  # noqa: F401
 )
 
 fp4 = torch.ops.fp4

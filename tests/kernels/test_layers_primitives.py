@@ -11,7 +11,7 @@ import pytest
 import torch
 from fp4compile.kernels import engines, fallback, native, primitives
 from fp4compile.kernels.activations import ACTIVATIONS, evaluate
-from layer_oracle import EXACT, LOW, data, mixes, off, one_thread  # noqa: F401
+from layer_oracle import EXACT, LOW, data, mixes, off
 from primitive_cases import GRADIENTS, Case, Tensors, every_case, gradient_cases, results, same_bits
 
 fp4 = torch.ops.fp4

@@ -12,7 +12,6 @@ from layer_oracle import (
     data,
     every_scheme,
     mixes,
-    one_thread,  # noqa: F401
 )
 from torch.utils.checkpoint import checkpoint
 

@@ -14,7 +14,6 @@ from layer_oracle import (
     every_scheme,
     mixes,
     off,
-    one_thread,  # noqa: F401
 )
 
 fp4 = torch.ops.fp4

@@ -20,7 +20,6 @@ from layer_oracle import (
     every_scheme,
     next_seed,
     off,
-    one_thread,  # noqa: F401
     quantized,
 )
 
