@@ -49,7 +49,7 @@ def supports(fmt: TensorFormat, form: str = "none") -> bool:
         return False
     if fmt.format == "mxfp8":
         return fmt.block in (32, "row")
-    if fmt.format != "nvfp4" or isinstance(fmt.scale_search, tuple):
+    if fmt.format != "nvfp4" or fmt.scale_search not in (None, "four_over_six", "half"):
         return False
     return fmt.block != "tile" or (fmt.outer == "tensor" and fmt.block_scales == "e4m3")
 
