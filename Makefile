@@ -34,7 +34,7 @@ $(VENV)/installed-%: pyproject.toml | $(BIN)/pip
 	touch $@
 
 $(BIN)/pip:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null \
 	  || { echo '$(PYTHON) is missing or older than Python 3.10: set PYTHON' >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	  || { echo '$(PYTHON) lacks its venv module: install it (Debian: python3-venv)' >&2; exit 1; }
