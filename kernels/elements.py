@@ -106,7 +106,7 @@ def decode(codes: Tensor, grid: Grid) -> Tensor:
     signed = codes.to(torch.int32)
     size = signed & ((1 << grid.sign) - 1)
     normal = ((size + grid.offset) << grid.drop).view(torch.float32)
-    value = torch.where(size < (1 << grid.mantissa), size * grid.step, normal)
+    value = torch.where(size < (1 << grid.mantissa), size.to(torch.float32) * grid.step, normal)
     if grid.nan is not None:
         value.masked_fill_(size == grid.nan, float("nan"))
     return torch.where(signed == size, value, -value)

@@ -113,17 +113,17 @@ def quantize(
     base, matrix, columns = _matrix(x)
     rows, cols = (x.shape[1], x.shape[0]) if transpose else x.shape
     width, block = _padded(cols, fmt), BLOCK[fmt.format]
-    codes = torch.empty((rows, width * BITS[fmt.format] // 8), dtype=torch.uint8)
-    scales = torch.empty((rows, width // block), dtype=torch.uint8)
+    codes = torch.empty((rows, width * BITS[fmt.format] // 8), dtype=torch.uint8, device="cpu")
+    scales = torch.empty((rows, width // block), dtype=torch.uint8, device="cpu")
     shape = (0,) if fmt.format != "nvfp4" else (rows,) if fmt.outer == "row" else ()
-    outer = torch.empty(shape, dtype=torch.float32)
-    out = torch.empty((rows, width), dtype=torch.float32) if values else None
+    outer = torch.empty(shape, dtype=torch.float32, device="cpu")
+    out = torch.empty((rows, width), dtype=torch.float32, device="cpu") if values else None
     if fmt.stochastic and bits is not None:
         bits = torch.nn.functional.pad(bits, (0, width - bits.shape[1]))
         bits = bits.to(torch.int16).contiguous()
     else:
         bits, seed = None, _check_seed(fmt, seed)
-    steps = torch.tensor(factors(fmt), dtype=torch.float32) if fmt.format == "nvfp4" else None
+    steps = torch.tensor(factors(fmt), dtype=torch.float32, device="cpu") if fmt.format == "nvfp4" else None
     _library().fp4_quantize(
         byref(
             Quantize(
@@ -162,7 +162,7 @@ def decode(
     codes, scales = codes.contiguous(), scales.contiguous()
     rows, width = codes.shape[0], _padded(cols, fmt)
     shape = (cols, _padded(rows, fmt)) if transpose else (rows, width)
-    values = torch.empty(shape, dtype=torch.float32)
+    values = torch.empty(shape, dtype=torch.float32, device="cpu")
     _library().fp4_decode(
         byref(
             Decode(
@@ -197,8 +197,8 @@ def _side(
     """One orientation's arguments and its results, values [rows, cols padded] and factor."""
     if fmt is None or fmt.format == "nvfp4":
         return Side(kind=-1), None
-    values = torch.empty((rows, _padded(cols, fmt)), dtype=torch.float32)
-    factor = torch.empty((rows if fmt.block == "row" else 0,), dtype=torch.float32)
+    values = torch.empty((rows, _padded(cols, fmt)), dtype=torch.float32, device="cpu")
+    factor = torch.empty((rows if fmt.block == "row" else 0,), dtype=torch.float32, device="cpu")
     side = Side(KINDS[fmt.format], _group(fmt), fmt.stochastic, _pointer(values), _pointer(factor))
     return side, (values, factor)
 
@@ -223,7 +223,7 @@ def quantize_grad(
         g = g.contiguous()
     base, matrix, _ = _matrix(g)
     fold = None if fold is None else fold.to(torch.float32).contiguous()
-    total = torch.zeros((cols if sums else 0,), dtype=torch.float32)
+    total = torch.zeros((cols if sums else 0,), dtype=torch.float32, device="cpu")
     d_side, d = _side(dgrad, rows, cols)
     w_side, w = _side(wgrad, cols, rows)
     for fmt in (dgrad, wgrad):
@@ -241,7 +241,7 @@ def quantize_grad(
     )
     if d is not None or w is not None or sums:
         _library().fp4_gradient(byref(argument))
-    nothing = torch.empty(0, dtype=torch.float32)
+    nothing = torch.empty(0, dtype=torch.float32, device="cpu")
     if d is None:
         d = _general(base, dgrad, seed, stream, False) if dgrad else (nothing, nothing)
     if w is None:

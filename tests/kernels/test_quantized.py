@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fp4compile.kernels import reference
+from fp4compile.kernels import native, reference
 from fp4compile.kernels.errors import FormatError, InputError
 from fp4compile.kernels.formats import TensorFormat
 from fp4compile.kernels.quantized import quantize
@@ -121,3 +121,18 @@ def test_inputs_that_are_refused(x: object) -> None:
 def test_formats_that_do_not_exist(keys: dict) -> None:
     with pytest.raises(FormatError):
         quantize(data(2, 32), **keys)
+
+
+@pytest.mark.parametrize("text", ["nvfp4:row:fp8_exact:half", "nvfp4:row:four_over_six", "mxfp8:row"])
+def test_process_defaults_change_nothing(text: str) -> None:
+    fmt, x = TensorFormat.parse(text), torch.randn(5, 48)
+    want = [reference.quantize(x, fmt), native.quantize(x, fmt)[:3]]
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    try:
+        got = [reference.quantize(x, fmt), native.quantize(x, fmt)[:3]]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    for a, b in zip(got, want):
+        assert all(torch.equal(p, q) for p, q in zip(a, b))
