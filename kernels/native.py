@@ -123,7 +123,9 @@ def quantize(
         bits = bits.to(torch.int16).contiguous()
     else:
         bits, seed = None, _check_seed(fmt, seed)
-    steps = torch.tensor(factors(fmt), dtype=torch.float32, device="cpu") if fmt.format == "nvfp4" else None
+    steps = None
+    if fmt.format == "nvfp4":
+        steps = torch.tensor(factors(fmt), dtype=torch.float32, device="cpu")
     _library().fp4_quantize(
         byref(
             Quantize(
