@@ -148,7 +148,7 @@ def _report(choice: Choice, described: list[Described]) -> None:
         warn(warning)
     if nothing and found:
         found[0].noticed = True
-        warn(f"fp4: {found[0].nothing()}")
+        warn(f"fp4: {found[0].nothing()}", once=False)
 
 
 def compile_graph(

@@ -78,7 +78,7 @@ def _recorded(model: nn.Module) -> Report:
     if report is None:
         parts = [n for n, m in model.named_modules() if n and reports.of(m) is not None]
         inside = f"was compiled in parts ({', '.join(parts[:3])}, ...)"
-        _no_inputs(model, inside if parts else "has not run under backend 'fp4' yet")
+        _no_inputs(model, inside if parts else "has no graph of its own under backend 'fp4' yet")
     complete = Report(report.policy, list(report.rows), report.graphs)
     rows: dict[str, list[Row]] = {}
     for module, (name, *_) in linears(model).items():

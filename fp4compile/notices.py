@@ -7,7 +7,11 @@ import warnings
 from .kernels.errors import PrecisionWarning
 
 
-def warn(message: str) -> None:
-    """Warn with one line: no file, no source line, and once for each text."""
-    registry = globals().setdefault("__warningregistry__", {})
+def warn(message: str, once: bool = True) -> None:
+    """Warn with one line, no file and no source line.
+
+    ``once``: not again for an equal text; False where the caller knows what was said already
+    (layers of two models may have one name).
+    """
+    registry = globals().setdefault("__warningregistry__", {}) if once else {}
     warnings.warn_explicit(message, PrecisionWarning, "fp4compile", 1, registry=registry)

@@ -177,7 +177,7 @@ def _alarm(known: Watch | None) -> None:
         raise PrecisionError(message)
     if not known.told:
         known.told = True
-        warn(message)
+        warn(message, once=False)
 
 
 def _chain_behind(args: Any) -> list[nn.Module]:

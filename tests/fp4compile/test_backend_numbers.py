@@ -192,9 +192,12 @@ def test_inductor_computes_what_the_rewritten_graph_says():
     assert {r.fqn: r.scheme_name for r in fp4.explain(net)}["blocks.0.attn"] == "mxfp8"
 
 
-def test_inductors_own_random_numbers_repeat_under_a_seed():
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_modes_and_inductors_own_random_numbers(mode):
+    """A mode leaves no room for options: the policy comes with the stamps."""
     net = nn.Sequential(nn.Linear(D, D, bias=False))
-    call = torch.compile(net, backend="fp4", options={"policy": policy(recipe="mxfp8", default="low")})
+    fp4.apply(net, policy(recipe="mxfp8", default="low"))
+    call = torch.compile(net, backend="fp4", mode=mode)
     first = step(net, call, X, seed=1)
     net.zero_grad(set_to_none=True)
     call(X).square().mean().backward()
@@ -202,6 +205,7 @@ def test_inductors_own_random_numbers_repeat_under_a_seed():
     assert same(step(net, call, X, seed=1), first)
     assert not same(step(net, call, X, seed=2), first)
     assert not torch.equal(second, first[1]["0.weight"])
+    assert fp4.explain(net)["0"].status == "rewritten"
 
 
 def test_the_quantizers_codes_are_the_public_ones():
