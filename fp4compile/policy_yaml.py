@@ -135,7 +135,10 @@ class _Reader:
             raise self.fail(node, "an anchor that contains itself")
         self.open.add(id(node))
         try:
-            return self.sequence(node, path) if _is_list(node) else self.mapping(node, path)
+            if isinstance(node, yaml.SequenceNode):
+                return self.sequence(node, path)
+            assert isinstance(node, yaml.MappingNode)  # the only other node with children
+            return self.mapping(node, path)
         except RecursionError:
             raise self.fail(node, "nested too deeply for a policy") from None
         finally:
@@ -200,10 +203,6 @@ class _Reader:
         if not isinstance(key, str):
             raise self.fail(node, f"key {node.value} must be a text; quote it")
         return key
-
-
-def _is_list(node: yaml.Node) -> bool:
-    return isinstance(node, yaml.SequenceNode)
 
 
 def _tag(node: yaml.Node) -> str:
