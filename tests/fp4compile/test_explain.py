@@ -175,8 +175,10 @@ def state_of(model):
     }
 
 
-@pytest.mark.parametrize("kind", [Stateful, Broken, Mixed, Checkpointed])
-@pytest.mark.parametrize("stamped", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "stamped"),
+    [(Stateful, False), (Broken, False), (Broken, True), (Mixed, True), (Checkpointed, False)],
+)
 def test_the_model_is_left_as_it_was(kind, stamped):
     model = kind()
     model.train()
