@@ -15,9 +15,26 @@ FOUND, REASON = cuda_loader.compiler_available()
 needs_nvrtc = pytest.mark.skipif(not FOUND, reason=REASON)
 # One of each family, the largest, for every architecture; all variants with FP4COMPILE_TEST_ALL=1.
 SAMPLE = (
-    ("rows.cu", {"XD": 1, "MODE": 2, "OPERAND": 1, "ACT": 0, "GATED": 0, "BLOCKS": 2}),
-    ("rows.cu", {"XD": 0, "MODE": 1, "OPERAND": 2, "ACT": 5, "GATED": 1, "BLOCKS": 0}),
-    ("rows.cu", {"XD": 2, "MODE": 4, "OPERAND": 2, "ACT": 1, "GATED": 0, "BLOCKS": 1}),
+    (
+        "rows.cu",
+        {"XD": 1, "MODE": 5, "OPERAND": 1, "ACT": 1, "GATED": 0, "TERM": 11, "UP": 0, "BLOCKS": 2,
+         "WIDE": 1, "STAGES": 2, "CTAS": 2, "THREADS": 128, "FULL": 1},
+    ),
+    (
+        "rows.cu",
+        {"XD": 1, "MODE": 2, "OPERAND": 1, "ACT": 0, "GATED": 0, "TERM": 0, "UP": 0, "BLOCKS": 2,
+         "WIDE": 1, "STAGES": 2, "CTAS": 1, "THREADS": 128, "FULL": 1},
+    ),
+    (
+        "rows.cu",
+        {"XD": 0, "MODE": 1, "OPERAND": 2, "ACT": 5, "GATED": 1, "TERM": 3, "UP": 3, "BLOCKS": 0,
+         "WIDE": 0, "STAGES": 1, "CTAS": 1, "THREADS": 0, "FULL": 0},
+    ),
+    (
+        "rows.cu",
+        {"XD": 2, "MODE": 4, "OPERAND": 2, "ACT": 1, "GATED": 0, "TERM": 1, "UP": 0, "BLOCKS": 1,
+         "WIDE": 0, "STAGES": 1, "CTAS": 2, "THREADS": 64, "FULL": 0},
+    ),
     ("tensors.cu", {"XD": 1, "OPERAND": 2}),
     (
         "gradient.cu",
