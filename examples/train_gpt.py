@@ -367,7 +367,8 @@ def run(args: argparse.Namespace) -> Path:
     size = {key: getattr(args, key) or value for key, value in SIZES[args.device].items()}
     train_text, held_text = text_data.load(args.data, size["context"])
     probe = threading.Thread(target=probe_processor)
-    probe.start()
+    if args.compiler == "inductor":
+        probe.start()
     draw = torch.Generator().manual_seed(args.seed)
     model = GPT(size["layers"], size["width"], size["context"], draw).to(args.device)
     tokens = torch.zeros(size["batch"], size["context"], dtype=torch.long, device=args.device)
@@ -377,7 +378,8 @@ def run(args: argparse.Namespace) -> Path:
         console.print(f"\n[bold]{name}[/]\n{text}", highlight=False, soft_wrap=True)
     console.print()
 
-    probe.join()
+    if args.compiler == "inductor":
+        probe.join()
     arms = [make_arm(name, model, args.device, args.compiler) for name in (HIGH, *args.arms)]
     # Every arm compiles the one class GPT again, for training and for its sample.
     with torch._dynamo.config.patch(recompile_limit=8 * len(arms)):
