@@ -139,7 +139,7 @@ def _report(choice: Choice, described: list[Described]) -> None:
         mine = by_model.get(model, [])
         found.append(
             reports.record(
-                model, choice.label, [each.row for each in mine],
+                model, choice.label_of(model), [each.row for each in mine],
                 [str(each.stamp) for each in mine], [each.shared for each in mine],
             )
         )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from . import dynamo, stamping, watching
-from .blocks import clean_name, find_blocks, is_linear, unwrap
+from .blocks import clean_name, find_blocks, is_linear, linears, unwrap
 from .passes.nodes import is_tensor, op
 from .passes.sites import Site
 from .passes.weights import is_constant, is_parameter
@@ -129,6 +129,12 @@ class Choice:
             if reader is not None and is_linear(module) and module not in asked:
                 found.append((place, self._stamp(place), op(reader) or reader.name))
         return found
+
+    def label_of(self, model: nn.Module | None) -> str:
+        """The name of the policy that a model's report is under: the user's stamps come first."""
+        layers = linears(model) if model is not None else ()
+        labels = (stamping.label_of(m) for m in layers if not stamping.outdated(m, self.policy))
+        return next((label for label in labels if label), self.policy.name)
 
     @property
     def models(self) -> list[nn.Module]:

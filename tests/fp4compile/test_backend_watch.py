@@ -91,6 +91,22 @@ def test_a_chain_rule_is_decided_by_the_chain():
     assert alarms(texts) == ["blocks.1.mlp.up", "blocks.1.mlp.down"]
 
 
+class Straight(Mlp):
+    """No activation between, and one that is read by no linear: no chain."""
+
+    @torch._dynamo.disable
+    def forward(self, x):
+        return F.gelu(self.down(self.up(x) * 2))
+
+
+def test_linears_without_an_activation_between_are_no_chain():
+    call = compiled(Holder(Straight()))
+    with precision_warnings() as texts:
+        for _ in range(2):
+            call(X)
+    assert not alarms(texts)
+
+
 class EagerGated(nn.Module):
     def __init__(self):
         super().__init__()
@@ -261,22 +277,21 @@ def test_explaining_uses_up_no_graphs(graphs):
     assert graphs.new() == 1, "nor does it use up the limit"
 
 
-def test_apply_raises_the_limit_to_what_its_states_need(graphs):
-    layers = [
-        {"match": f"blocks.{i}.{part}", "scheme": "mxfp8"}
-        for i, parts in enumerate(
-            [(), ("attn",), ("mlp.up",), ("mlp.down",), ("attn", "mlp.up"), ("attn", "mlp.down"),
-             ("mlp.up", "mlp.down"), ("attn", "mlp.up", "mlp.down"), (), ()]
-        )
-        for part in parts
-    ]  # fmt: skip
-    net = Net(10)
-    fp4.apply(net, policy(default="low", recipe="mxfp8", layers=layers))
-    for block in net.blocks:
-        block.compile(backend="fp4", options={"compiler": "eager"})
-    with precision_warnings() as texts:
-        net(X.requires_grad_())
-    assert not [name for name in alarms(texts) if name != "head"]
+def test_apply_raises_the_limit_to_what_its_phases_need(graphs):
+    gemms = ("fprop", "dgrad", "wgrad")
+    kept = [[g for i, g in enumerate(gemms) if mask >> i & 1] for mask in range(1, 7)]
+    phases = [
+        {"from_step": at + 1, **dict.fromkeys(off, "original")} for at, off in enumerate(kept)
+    ]
+    net = nn.Sequential(nn.Linear(D, D))
+    given = policy(recipe="mxfp8", default="low", strict=True, phases=phases)
+    call = compiled(net)
+    for at in range(len(phases) + 1):
+        fp4.apply(net, given, step=at)
+        call(X).sum().backward()
+        with torch.no_grad():
+            call(X)
+        assert graphs.new() == 2, at
 
 
 # Graph breaks -------------------------------------------------------------------------------------
@@ -420,8 +435,12 @@ def test_another_policy_after_a_graph_break_replaces_the_backends_own_stamps():
 def test_the_backend_never_replaces_a_users_stamps():
     net = Broken(2)
     fp4.apply(net, LOW)
-    net.head = nn.Linear(D, 16)
-    compiled(net)(X)
+    before = net.blocks[0].attn.fp4_scheme
+    net.head = CastedLinear(D, 16)  # not stamped, and compiled alone
+    call = compiled(net)
+    for _ in range(2):
+        call(X)
+    assert net.blocks[0].attn.fp4_scheme == before and hasattr(net.head, "fp4_scheme")
     assert schemes(net)["blocks.0.attn"] == "low"
 
 

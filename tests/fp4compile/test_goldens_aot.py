@@ -17,6 +17,8 @@ from backend_models import Checkpointed, D, Mlp, aot, batch, policy
 from fp4compile.passes.printer import print_graph, print_saved, saved_for_backward
 from torch import nn
 
+from fp4compile.backend import patches
+
 pytestmark = pytest.mark.usefixtures("fresh")
 EXPECTED = Path(__file__).parent / "expected"
 # Written out here, so that a recipe can change without them.
@@ -192,6 +194,16 @@ class Golden(expecttest.TestCase):
             found = aot(Mlp(), batch(2, 16, D), EXACT, backward=False)
         self.assertEqual(found.backward, [])
         self.assert_file("inference", print_graph(found.forward[0]) + "\n")
+
+    def test_inference_quantizes_a_shared_input_once(self):
+        """AOTAutograd merges equal nodes in training graphs only; the pass that Inductor runs does."""
+        torch._dynamo.reset()
+        with torch.no_grad():
+            found = aot(Attention(), batch(2, 16, D), EXACT, backward=False)
+        (graph,) = found.forward
+        self.assertEqual(operators(graph)["quantize"], 4 + 4)
+        patches({}, "policy")["post_grad_custom_pre_pass"](graph.graph)
+        self.assertEqual(operators(graph)["quantize"], 2 + 4)
 
     def test_every_expected_file_is_used(self):
         tests = {name.removeprefix("test_") for name in dir(self) if name.startswith("test_")}
