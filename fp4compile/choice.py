@@ -79,7 +79,8 @@ class Choice:
             self.label = stamping.label_of(module) or self.label
             return stamped
         stamps = self._resolve(place.model, place.below_break)
-        return stamps.get(module) or self._by_name(place)
+        stamp = stamps.get(module) if place.attribute == stamping.STAMP else None
+        return stamp or self._by_name(place)
 
     def _by_name(self, place: Place) -> Stamp:
         blocks = find_blocks(place.model)
@@ -109,7 +110,7 @@ class Choice:
                 if module in stamps and stamping.stamp_of(module) is None:
                     watching.watch(module, stamps[module], clean_name(name))
         for asked in self.asked:
-            if asked.place is not None and is_linear(asked.place.owner.module):
+            if asked.place is not None and asked.place.attribute == stamping.STAMP:
                 watching.seen_in_graph(asked.place.owner.module, asked.in_chain)
 
     def other_readers(self, gm: GraphModule) -> list[tuple[Place, Stamp, str]]:

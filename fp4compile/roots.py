@@ -14,7 +14,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from . import dynamo
-from .blocks import clean_name, is_linear, linears, unwrap
+from .blocks import clean_name, linears, unwrap
 from .passes.names import module_id, source_of
 from .passes.sites import Site
 from .stamping import attribute_of, parameter_name
@@ -79,9 +79,8 @@ class Places:
 
     def _place(self, owner: dynamo.Owner) -> Place:
         model = self.model(owner)
-        parameter = "weight" if is_linear(owner.module) else owner.parameter
-        name = parameter_name(self._name(owner.module, model), parameter)
-        return Place(owner, model, name, attribute_of(parameter))
+        name = parameter_name(self._name(owner.module, model), owner.parameter)
+        return Place(owner, model, name, attribute_of(owner.parameter))
 
     def _owner(self, site: Site) -> dynamo.Owner | None:
         """By the linear whose forward has the site; else by the weight's source.

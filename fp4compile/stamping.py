@@ -81,7 +81,7 @@ def stamp_modules(
         info.update(base, rules={**info.get("rules", {}), attribute: rules})
         if attribute == STAMP:
             info["name"] = name
-        if is_linear(module):
+        if attribute == STAMP and is_linear(module):
             watching.watch(module, stamp, name)
 
 
@@ -96,11 +96,11 @@ def _stamps(
     blocks = find_blocks(model)
     for fqn, module in model.named_modules():
         name = clean_name(fqn)
-        if module in resolution.modules:
+        linear = module in resolution.modules
+        if linear:
             yield module, name, STAMP, resolution.modules[module]
-            continue
         for parameter, tensor in module._parameters.items():
-            if tensor is not None and tensor.ndim == 2 and not is_linear(module):
+            if tensor is not None and tensor.ndim == 2 and not (linear and parameter == "weight"):
                 full = parameter_name(name, parameter)
                 block = blocks.block_of(full) if blocks else None
                 yield module, full, attribute_of(parameter), policy.stamp_for(full, block, step)

@@ -292,6 +292,31 @@ def test_raw_parameters_are_stamped(graphs):
     assert engines_of(graphs) == ["nn", "mn"]
 
 
+class Lora(nn.Linear):
+    def __init__(self):
+        super().__init__(D, D)
+        self.down = nn.Parameter(torch.randn(4, D) / 8)
+        self.up = nn.Parameter(torch.randn(D, 4) / 8)
+
+    def forward(self, x):
+        return super().forward(x) + nn.functional.linear(nn.functional.linear(x, self.down), self.up)
+
+
+def test_other_matrices_of_a_linear_are_layers_of_their_own(graphs):
+    given = policy(recipe="mxfp8", default="low", layers=[{"match": "1.down", "scheme": "original"}])
+    for apply in (False, True):
+        net = nn.Sequential(nn.Linear(D, D), Lora())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if apply:
+                fp4.apply(net, given)
+            compiled(net, None if apply else given)(X).sum().backward()
+        assert schemes(net) == {"0": "low", "1": "low", "1.down": "left", "1.up": "low"}
+        assert engines_of(graphs) == ["mmm"]
+        graphs.new()
+        torch._dynamo.reset()
+
+
 def test_a_tied_weight_has_the_stamp_of_the_layer_that_uses_it(graphs):
     class Tied(nn.Module):
         def __init__(self):
