@@ -21,6 +21,7 @@ from torch import nn
 from torch.fx import GraphModule
 
 from .kernels.errors import Fp4Error, PrecisionError
+from .passes.names import source_name
 
 STAMP = "fp4_scheme"
 
@@ -51,11 +52,6 @@ def ends_in_break(gm: GraphModule) -> bool:
 
 
 # Sources -----------------------------------------------------------------------------------------
-
-
-def source_name(source: Any) -> str:
-    """The expression of a source; a method until torch 2.11, a property later."""
-    return source.name() if callable(source.name) else source.name
 
 
 def _bases(source: Any) -> list[Any]:

@@ -156,7 +156,6 @@ def processors(device: int) -> int:
 
 
 @cache_function
-@cache_function
 def _granted(function: Any, shared: int) -> None:
     """Allow a kernel more shared memory than the 48 KiB that need no asking."""
     if shared > 48 * 1024:
@@ -164,6 +163,7 @@ def _granted(function: Any, shared: int) -> None:
         _check(_driver().cuFuncSetAttribute(function, attribute, shared))
 
 
+@cache_function
 def resident(
     file: str, kernel: str, defines: Defines, threads: int, device: int, shared: int = 0
 ) -> int:

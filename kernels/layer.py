@@ -17,7 +17,7 @@ from .formats import BITS, Operand, Scheme, TensorFormat
 ops = torch.ops.fp4
 
 # Streams of one layer's random bits; the next layer of a chain starts STREAMS higher.
-GRADIENT, WEIGHT, ACTIVATION, STREAMS = 0, 2, 3, 16
+WEIGHT, ACTIVATION, STREAMS = 2, 3, 16  # the gradient's is 0
 
 
 @dataclass

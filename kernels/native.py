@@ -19,6 +19,7 @@ from .errors import InputError
 from .formats import BITS, BLOCK, TensorFormat
 from .native_library import Decode, Gradient, Matrix, Quantize, Side, load
 from .nvfp4 import bound, factors
+from .reference import padded
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 KINDS = {"nvfp4": 0, "mxfp8": 1, "mxfp4": 2}
@@ -54,11 +55,6 @@ def _matrix(x: Tensor) -> tuple[Tensor, Matrix, bool]:
     elif x.stride(1) != 1 or x.stride(0) < x.shape[1]:
         x = x.contiguous()
     return x, Matrix(x.data_ptr(), *x.shape, x.stride(0), DTYPES[x.dtype]), columns
-
-
-def _padded(n: int, fmt: TensorFormat) -> int:
-    block = BLOCK[fmt.format]
-    return (n + block - 1) // block * block
 
 
 def _group(fmt: TensorFormat) -> int:
@@ -112,7 +108,7 @@ def quantize(
     """
     base, matrix, columns = _matrix(x)
     rows, cols = (x.shape[1], x.shape[0]) if transpose else x.shape
-    width, block = _padded(cols, fmt), BLOCK[fmt.format]
+    width, block = padded(cols, fmt), BLOCK[fmt.format]
     codes = torch.empty((rows, width * BITS[fmt.format] // 8), dtype=torch.uint8, device="cpu")
     scales = torch.empty((rows, width // block), dtype=torch.uint8, device="cpu")
     shape = (0,) if fmt.format != "nvfp4" else (rows,) if fmt.outer == "row" else ()
@@ -139,7 +135,7 @@ def quantize(
                 group=_group(fmt),
                 threads=torch.get_num_threads(),
                 random_rows=transpose and shared_bits,
-                random_ld=_padded(rows, fmt),
+                random_ld=padded(rows, fmt),
                 stream=stream,
                 n_factors=0 if steps is None else len(steps),
                 factors=_pointer(steps),
@@ -162,8 +158,8 @@ def decode(
 ) -> Tensor:
     """`quantize`'s values of saved codes: FP32 [R, Cp], or [cols, R padded to the block]."""
     codes, scales = codes.contiguous(), scales.contiguous()
-    rows, width = codes.shape[0], _padded(cols, fmt)
-    shape = (cols, _padded(rows, fmt)) if transpose else (rows, width)
+    rows, width = codes.shape[0], padded(cols, fmt)
+    shape = (cols, padded(rows, fmt)) if transpose else (rows, width)
     values = torch.empty(shape, dtype=torch.float32, device="cpu")
     _library().fp4_decode(
         byref(
@@ -199,7 +195,7 @@ def _side(
     """One orientation's arguments and its results, values [rows, cols padded] and factor."""
     if fmt is None or fmt.format == "nvfp4":
         return Side(kind=-1), None
-    values = torch.empty((rows, _padded(cols, fmt)), dtype=torch.float32, device="cpu")
+    values = torch.empty((rows, padded(cols, fmt)), dtype=torch.float32, device="cpu")
     factor = torch.empty((rows if fmt.block == "row" else 0,), dtype=torch.float32, device="cpu")
     side = Side(KINDS[fmt.format], _group(fmt), fmt.stochastic, _pointer(values), _pointer(factor))
     return side, (values, factor)

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from .elements import E2M1, E4M3, FLT_MAX, decode, encode, encode_stochastic, encode_up
-from .errors import FormatError
 from .formats import TensorFormat
 
 BLOCK = 16
@@ -190,21 +189,12 @@ def _half_candidate(v: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     return steps, total[..., 0] + total[..., 1]
 
 
-def _check(fmt: TensorFormat) -> None:
-    """Refuse what has no definition: a tile has one base, an exact search no random bits."""
-    if fmt.block_scales == "fp8_exact" and (fmt.stochastic or fmt.block == "tile"):
-        raise FormatError(f"{fmt}: fp8_exact has neither stochastic rounding nor tiles")
-    if fmt.block == "tile" and fmt.outer == "row":
-        raise FormatError(f"{fmt}: tiles need outer: tensor, one scale is shared by 16 rows")
-
-
 def quantize(x: Tensor, fmt: TensorFormat, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """FP32 x [R, Cp], Cp a multiple of 16 -> codes uint8 [R, Cp], scales uint8 [R, Cp/16], outer.
 
     ``bits``: int32 [R, Cp] for stochastic rounding. Outer is FP32 [R] or []; NaN where the group's
     maximum is not finite, and then its codes and scales are 0.
     """
-    _check(fmt)
     exact = fmt.block_scales == "fp8_exact"
     amax = _group_max(x, fmt.outer)
     finite = amax.isfinite()

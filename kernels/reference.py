@@ -27,8 +27,7 @@ from .philox import random16
 
 def padded(cols: int, fmt: TensorFormat) -> int:
     """``cols`` rounded up to the block and, where the format rotates, to the rotation's group."""
-    unit = max(BLOCK[fmt.format], fmt.rotation or 1)
-    return (cols + unit - 1) // unit * unit
+    return (cols + fmt.padding - 1) // fmt.padding * fmt.padding
 
 
 def random_bits(seed: Tensor, stream: int, rows: int, cols: int, block: int) -> Tensor:

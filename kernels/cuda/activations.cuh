@@ -94,17 +94,4 @@ FP4_UNROLL
   }
 }
 
-FP4_D void affine8(const Term& t, i64 r, i64 c, i64 cols, float* z) {
-  const bool any = t.row || t.col || t.bias;
-  if (!any) return;
-  const float row = t.row ? t.row[r * t.row_stride] : 1.0f;
-FP4_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    if (c + i >= cols) return;
-    if (t.row) z[i] = mul(z[i], row);
-    if (t.col) z[i] = mul(z[i], t.col[(c + i) * t.col_stride]);
-    if (t.bias) z[i] = add(z[i], t.bias[c + i]);
-  }
-}
-
 }  // namespace fp4

@@ -350,25 +350,4 @@ FP4_UNROLL
   for (int i = 0; i < 4; ++i) out[i] = mul(decode<E4M3>(bytes >> 8 * i & 255u), scale);
 }
 
-// ---- a tile of 64 rows and 128 columns, read by rows and written by columns --------------------
-// A thread of 256 reads 4 rows of 8 columns (row group `rq` of 16, column group `cq` of 16) and
-// stores, for each column, one unit U of four row-adjacent elements. It then takes 16 rows
-// (quarter q) of a column. Units are permuted so that banks are shared by two lanes at most.
-
-constexpr int TILE_ROWS = 64, TILE_COLS = 128, TILE_THREADS = 256;
-
-template <class U>
-FP4_D void tile_store(U* tile, u32 cq, u32 j, u32 rq, U unit) {
-  tile[(cq * 8 + j) * 16 + (rq ^ cq)] = unit;
-}
-
-template <class U>
-FP4_D U tile_load(const U* tile, u32 column, u32 rq) {
-  return tile[column * 16 + (rq ^ column / 8)];
-}
-
-// Item `i` of 512 (column, quarter) pairs.
-FP4_D u32 tile_column(u32 i) { return (i >> 2 & 15) * 8 + (i >> 6); }
-FP4_D u32 tile_quarter(u32 i) { return i & 3; }
-
 }  // namespace fp4

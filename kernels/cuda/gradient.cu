@@ -107,9 +107,9 @@ FP4_UNROLL
     if (GC) v[i] = mul(v[i], c.g_col[i]);
     if (ZC) {
       if (ZR) z[i] = mul(z[i], z_row);
-      z[i] = ZB ? fma_rn(z[i], c.z_col[i], c.bias[i]) : mul(z[i], c.z_col[i]);
+      z[i] = ZB ? fused(z[i], c.z_col[i], c.bias[i]) : mul(z[i], c.z_col[i]);
     } else if (ZR) {
-      z[i] = ZB ? fma_rn(z[i], z_row, c.bias[i]) : mul(z[i], z_row);
+      z[i] = ZB ? fused(z[i], z_row, c.bias[i]) : mul(z[i], z_row);
     } else if (ZB) {
       z[i] = add(z[i], c.bias[i]);
     }

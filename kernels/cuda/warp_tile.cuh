@@ -43,14 +43,6 @@ FP4_D u32 max_magnitudes(u32 m, u32 x) {
 #endif
 }
 
-FP4_D float fma_rn(float a, float b, float c) {
-#ifdef FP4_EMULATE
-  return fmaf(a, b, c);
-#else
-  return __fmaf_rn(a, b, c);
-#endif
-}
-
 // a * b, at most the largest number where both are finite.
 FP4_D float product(float a, float b) {
   const float p = mul(a, b);

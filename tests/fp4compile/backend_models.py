@@ -25,6 +25,18 @@ class Mlp(nn.Module):
         return self.down(F.gelu(self.up(x)))
 
 
+class Twice(nn.Module):
+    """One MLP under two names, used twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = Mlp()
+        self.alias = self.mlp
+
+    def forward(self, x):
+        return self.alias(self.mlp(x))
+
+
 class Block(nn.Module):
     def __init__(self, d=D):
         super().__init__()

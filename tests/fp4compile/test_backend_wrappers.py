@@ -16,6 +16,7 @@ from backend_models import (
     D,
     Mlp,
     Net,
+    Twice,
     batch,
     compiled,
     policy,
@@ -135,15 +136,6 @@ def test_a_student_and_a_teacher_have_policies_of_their_own():
 
 
 def test_a_shared_module_is_one_layer():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = Mlp()
-            self.alias = self.mlp
-
-        def forward(self, x):
-            return self.alias(self.mlp(x))
-
     net = Twice()
     given = policy(default="low", recipe="mxfp8", layers=[{"match": "alias.up", "scheme": "original"}])
     compiled(net, given)(X).sum().backward()

@@ -14,6 +14,7 @@ from backend_models import (
     Disabled,
     Mlp,
     Net,
+    Twice,
     aot,
     batch,
     compiled,
@@ -362,15 +363,6 @@ def test_a_layer_compiled_again_keeps_one_row():
 
 
 def test_a_shared_module_has_a_row_for_each_use():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mlp = Mlp()
-            self.alias = self.mlp
-
-        def forward(self, x):
-            return self.alias(self.mlp(x))
-
     model = Twice()
     call = compiled(model, LOW, dynamic=False)
     for n in (2, 3):

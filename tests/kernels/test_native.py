@@ -15,23 +15,10 @@ import torch
 from fp4compile.kernels import cache, cuda_kernels, native, native_library, reference
 from fp4compile.kernels.errors import InputError
 from fp4compile.kernels.formats import BLOCK, TensorFormat
+from vector_cases import CASES as VECTOR_CASES
+from vector_cases import VECTORS
 
-VECTORS = np.load(Path(__file__).parent.parent / "data" / "vectors.npz")
-CASES = {
-    "nvfp4_tensor": ("nvfp4:tensor", None),
-    "nvfp4_row": ("nvfp4:row", None),
-    "nvfp4_tensor46": ("nvfp4:tensor:four_over_six", None),
-    "nvfp4_row46": ("nvfp4:row:four_over_six", None),
-    "nvfp4_tile": ("nvfp4:tensor:tile", None),
-    "nvfp4_exact_tensor": ("nvfp4:tensor:fp8_exact", None),
-    "nvfp4_exact_row": ("nvfp4:row:fp8_exact", None),
-    "nvfp4_sr": ("nvfp4:tensor:sr", 1),
-    "mx_e4m3": ("mxfp8:32", None),
-    "mx_e2m1": ("mxfp4", None),
-    "mxfp8_sr_32": ("mxfp8:32:sr", 0),
-    "mxfp8_sr_128": ("mxfp8:128:sr", 0),
-    "mxfp8_sr_row": ("mxfp8:row:sr", 0),
-}
+CASES = {name: case for name, case in VECTOR_CASES.items() if name != "s2f6"}
 FORMATS = [text for text, _ in CASES.values()] + [
     "nvfp4:row:fp8_exact:half",
     "nvfp4:tensor:fp8_exact:half",

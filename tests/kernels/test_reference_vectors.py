@@ -7,7 +7,6 @@ the last test asserts that no array of the file was left unread.
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,27 +15,9 @@ from fp4compile.kernels import layout, reference, rotation
 from fp4compile.kernels.elements import E4M3, encode
 from fp4compile.kernels.formats import TensorFormat
 from fp4compile.kernels.philox import random16
+from vector_cases import CASES, VECTORS
 
-VECTORS = np.load(Path(__file__).parent.parent / "data" / "vectors.npz")
 SPECIAL = ("hadamard16", "hadamard32", "random16", "swizzle", "scaleup")
-
-# Case -> format, and how far the case's seed and stream are from random16/seed_stream.
-CASES = {
-    "nvfp4_tensor": ("nvfp4:tensor", None),
-    "nvfp4_row": ("nvfp4:row", None),
-    "nvfp4_tensor46": ("nvfp4:tensor:four_over_six", None),
-    "nvfp4_row46": ("nvfp4:row:four_over_six", None),
-    "nvfp4_tile": ("nvfp4:tensor:tile", None),
-    "nvfp4_exact_tensor": ("nvfp4:tensor:fp8_exact", None),
-    "nvfp4_exact_row": ("nvfp4:row:fp8_exact", None),
-    "nvfp4_sr": ("nvfp4:tensor:sr", 1),
-    "mx_e4m3": ("mxfp8:32", None),
-    "mx_e2m1": ("mxfp4", None),
-    "mxfp8_sr_32": ("mxfp8:32:sr", 0),
-    "mxfp8_sr_128": ("mxfp8:128:sr", 0),
-    "mxfp8_sr_row": ("mxfp8:row:sr", 0),
-    "s2f6": ("s2f6", None),
-}
 
 
 def quantized_cases() -> list[str]:
