@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, lru_cache
 from typing import Any
 
+import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
@@ -29,6 +30,9 @@ from .words import hint, shown, unknown
 
 OPTIONS = ("policy", "compiler")
 COMPILERS = ("inductor", "aot_eager", "eager")
+# A chain's hidden gradient, factors and derivative included, counts more operations and reads than
+# Inductor puts into one kernel by default (30 and 8): it would be kept in FP32 on the way.
+ONE_KERNEL = {"realize_opcount_threshold": 64, "realize_acc_reads_threshold": 20}
 
 
 def fp4(
@@ -167,11 +171,20 @@ def compile_graph(
 
     register()
     try:
+        options = {**(ONE_KERNEL if has_chains(gm) else {}), **options}
         compiled: Any = compile_fx(gm, example_inputs, config_patches=patches(options, policy))
         return compiled
     except Exception as exc:
         _say_missing_compiler(exc)
         raise
+
+
+def has_chains(gm: GraphModule) -> bool:
+    """Whether a chain of the graph, or of a graph within it, was rewritten."""
+    from .passes.nodes import graph_modules
+
+    chains = torch.ops.fp4.linear_act_linear.default, torch.ops.fp4.gated_linear.default
+    return any(node.target in chains for _, g in graph_modules(gm) for node in g.graph.nodes)
 
 
 def patches(options: dict[str, Any], policy: str) -> dict[str, Any]:

@@ -30,7 +30,6 @@ class Engine:
 REFERENCE = Engine("reference", "f32")
 BF16 = Engine("bf16", "bf16")
 FP8 = Engine("fp8", "e4m3")
-ENGINES = {e.name: e for e in (REFERENCE, BF16, FP8)}
 # Backward GEMMs with a BF16 result: the tensor core's own accumulation, 1.3e-3 to 2.4e-3 off for
 # K = 4096 to 32768 (H200), the size of the result's rounding; never in the forward pass.
 FP8_FAST = "fp8_fast"
@@ -58,15 +57,18 @@ def pad_columns(a: Tensor, columns: int) -> Tensor:
     return torch.nn.functional.pad(a, (0, missing)) if missing else a
 
 
-def matmul(a: Tensor, b: Tensor, engine: str, out_dtype: torch.dtype) -> Tensor:
+def matmul(
+    a: Tensor, b: Tensor, engine: str, out_dtype: torch.dtype, out: Tensor | None = None
+) -> Tensor:
     """a[M, K] b[N, K]^T of two operands in the engine's form, summed in FP32, as ``out_dtype``.
 
-    Contiguous, as the operator's fake result is; ambient autocast changes nothing.
+    Contiguous, in ``out`` [M, N] if given; ambient autocast changes nothing.
     """
     columns = max(a.shape[1], b.shape[1])
     a, b = pad_columns(a, columns), pad_columns(b, columns)
     with torch._C._DisableAutocast():
-        return _MATMUL[engine](a, b, out_dtype).contiguous()
+        result = _MATMUL[engine](a, b, out_dtype, out)
+    return result.contiguous() if out is None or result is out else out.copy_(result)
 
 
 def plain(a: Tensor, b: Tensor) -> Tensor:
@@ -75,35 +77,39 @@ def plain(a: Tensor, b: Tensor) -> Tensor:
         return a @ b
 
 
-def _reference(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _reference(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    if out_dtype == torch.float32:
+        return torch.mm(a.float(), b.float().t(), out=out)
     return (a.float() @ b.float().t()).to(out_dtype)
 
 
-def _bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _bf16(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     if out_dtype == torch.float32:
-        return torch.mm(a, b.t(), out_dtype=torch.float32)
-    return torch.mm(a, b.t())
+        return torch.mm(a, b.t(), out_dtype=torch.float32, out=out)
+    return torch.mm(a, b.t(), out=out)
 
 
-def _fp8_fast(a: Tensor, b: Tensor, out_dtype: torch.dtype) -> Tensor:
+def _fp8_fast(a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None) -> Tensor:
     operations = 2 * a.shape[0] * b.shape[0] * a.shape[1]
-    return _fp8(a, b, out_dtype, out_dtype != torch.float32 and operations >= FAST_FROM)
+    return _fp8(a, b, out_dtype, out, out_dtype != torch.float32 and operations >= FAST_FROM)
 
 
-def _fp8(a: Tensor, b: Tensor, out_dtype: torch.dtype, fast: bool = False) -> Tensor:
+def _fp8(
+    a: Tensor, b: Tensor, out_dtype: torch.dtype, out: Tensor | None, fast: bool = False
+) -> Tensor:
     m, n = a.shape[0], b.shape[0]
     k = -(-a.shape[1] // FP8_ALIGN) * FP8_ALIGN
     a, b = pad_columns(a, k), pad_columns(b, k)
     if n % FP8_ALIGN:
-        b = torch.nn.functional.pad(b, (0, 0, 0, -n % FP8_ALIGN))
+        b, out = torch.nn.functional.pad(b, (0, 0, 0, -n % FP8_ALIGN)), None
     if 0 in (m, n, k):
         return torch.zeros(m, n, dtype=out_dtype, device=a.device)
     one = torch.ones((), dtype=torch.float32, device=a.device)
     e4m3 = torch.float8_e4m3fn
-    out = torch._scaled_mm(
-        a.view(e4m3), b.view(e4m3).t(), one, one, out_dtype=out_dtype, use_fast_accum=fast
+    result = torch._scaled_mm(
+        a.view(e4m3), b.view(e4m3).t(), one, one, out_dtype=out_dtype, use_fast_accum=fast, out=out
     )
-    return out[:, :n] if out.shape[1] != n else out
+    return result[:, :n] if result.shape[1] != n else result
 
 
 _MATMUL = {"reference": _reference, "bf16": _bf16, "fp8": _fp8, FP8_FAST: _fp8_fast}

@@ -1,4 +1,9 @@
-"""How Inductor lowers the primitives: each stays one opaque call; everything around them fuses."""
+"""How Inductor lowers the primitives: each stays one opaque call; everything around them fuses.
+
+`scaled_mm` becomes a call that writes into a buffer of Inductor's own, so that its memory is taken
+from buffers that are done with and a pointwise kernel may write over it. The others allocate their
+results themselves.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,7 @@ import torch
 @functools.cache
 def register() -> None:
     """Register every primitive as an extern call, once a process, without Inductor's warnings."""
-    from torch._inductor.lowering import lowerings, make_fallback
+    from torch._inductor.lowering import add_layout_constraint, lowerings, make_fallback
 
     from . import ops, primitives  # noqa: F401 - defines the operators
 
@@ -18,3 +23,39 @@ def register() -> None:
         op = getattr(torch.ops.fp4, name).default
         if op not in lowerings:
             make_fallback(op, warn=False)
+            add_layout_constraint(op, _strides)
+    fallback = lowerings[torch.ops.fp4.scaled_mm.default]
+    lowerings[torch.ops.fp4.scaled_mm.default] = functools.partial(_scaled_mm, fallback)
+
+
+def _strides(fx_node, *args, **kwargs):
+    """The stride order that the trace saw, for inputs that are stored once and not copied.
+
+    A pointwise result that is not stored yet would be copied for each operator that reads it, and
+    the copy is never written over what it is made of.
+    """
+    from torch._inductor import ir
+    from torch._inductor.lowering import constrain_to_fx_strides
+
+    for arg in args:
+        if isinstance(arg, ir.TensorBox) and isinstance(arg.data, ir.StorageBox):
+            arg.realize()
+    return constrain_to_fx_strides(fx_node, *args, **kwargs)
+
+
+def _scaled_mm(fallback, a, b, engine, m, n, out_dtype):
+    """`primitives.scaled_mm` as an extern kernel with a preallocated result [m, n]."""
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    if V.graph.cpp_wrapper:
+        return fallback(a, b, engine, m, n, out_dtype)
+    a, b = (ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(t)) for t in (a, b))
+    kernel = ir.ExternKernelOut(
+        ir.FixedLayout(a.get_device(), out_dtype, [m, n]),
+        [a, b],
+        (engine, m, n),
+        python_kernel_name="torch.ops.fp4.scaled_mm.out",
+        op_overload=torch.ops.fp4.scaled_mm.out,
+    )
+    return ir.TensorBox.create(kernel)

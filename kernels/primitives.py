@@ -15,6 +15,7 @@ from torch import Tensor
 from . import engines
 from .activations import ACTIVATIONS, evaluate
 from .formats import BITS, BLOCK, TensorFormat
+from .reference import padded
 
 LIBRARY = torch.library.Library("fp4", "DEF")
 NAMES: list[str] = []
@@ -27,17 +28,12 @@ _GRADIENT = (
 _GRADIENT_OUT = "Tensor, Tensor, Tensor, Tensor, Tensor"
 
 
-def ceil_to(n, block: int):
-    """``n`` rounded up to a multiple of ``block``; works on symbolic sizes."""
-    return (n + block - 1) // block * block
-
-
 def primitive(schema: str, fake: Callable) -> Callable:
     """Define ``fp4::<schema>`` with the decorated function as implementation on every device."""
     name = schema.partition("(")[0]
 
     def register(function: Callable) -> Callable:
-        LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+        LIBRARY.define(schema)
         LIBRARY.impl(name, function, "CompositeExplicitAutograd")
         torch.library.register_fake(f"fp4::{name}", fake, lib=LIBRARY)
         NAMES.append(name)
@@ -77,10 +73,10 @@ def as_operand(values: Tensor, form: str) -> Tensor:
 
 def fake_codes(x: Tensor, rows, cols, fmt: TensorFormat) -> tuple[Tensor, Tensor, Tensor]:
     """Empty codes, scales and factor of [rows, cols] in ``fmt``."""
-    padded = ceil_to(cols, fmt.padding)
+    width = padded(cols, fmt)
     dtype = torch.int8 if fmt.format == "s2f6" else torch.uint8
-    codes = x.new_empty((rows, padded * BITS[fmt.format] // 8), dtype=dtype)
-    scales = x.new_empty((rows, padded // BLOCK[fmt.format]), dtype=torch.uint8)
+    codes = x.new_empty((rows, width * BITS[fmt.format] // 8), dtype=dtype)
+    scales = x.new_empty((rows, width // BLOCK[fmt.format]), dtype=torch.uint8)
     return codes, scales, fake_factor(x, rows, fmt)
 
 
@@ -94,7 +90,7 @@ def fake_operand(x: Tensor, rows, cols, fmt: TensorFormat, form: str) -> Tensor:
     """Empty operand: [rows, cols padded to the block] in the engine's dtype; [0] for "none"."""
     if form == "none":
         return x.new_empty((0,), dtype=torch.float32)
-    shape = (rows, ceil_to(cols, fmt.padding))
+    shape = (rows, padded(cols, fmt))
     return x.new_empty(shape, dtype=engines.OPERAND_DTYPES[form])
 
 
@@ -310,3 +306,17 @@ def _fake_scaled_mm(a, b, engine, m, n, out_dtype):
 def scaled_mm(a, b, engine, m, n, out_dtype):
     """a[m, K] b[n, K]^T of two operands by ``engine``, FP32 sums, no factor applied."""
     return engines.matmul(a, b, engine, out_dtype)
+
+
+LIBRARY.define(
+    "scaled_mm.out(Tensor a, Tensor b, str engine, SymInt m, SymInt n, *, Tensor(a!) out)"
+    " -> Tensor(a!)"
+)
+
+
+def scaled_mm_out(a, b, engine, m, n, out):
+    """`scaled_mm` into ``out`` [m, n], contiguous; Inductor calls it (inductor.py)."""
+    return engines.matmul(a, b, engine, out.dtype, out)
+
+
+LIBRARY.impl("scaled_mm.out", scaled_mm_out, "CompositeExplicitAutograd")

@@ -18,7 +18,7 @@ from .nodes import attribute, graph_modules, op
 if TYPE_CHECKING:
     from .sites import Site
 
-WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 # Regions whose body computes what the same lines would compute outside.
 TRANSPARENT = (
     "wrap",
@@ -38,8 +38,7 @@ Callers = dict[GraphModule, list[tuple[GraphModule, Node, Node]]]
 
 def strip_wrappers(name: str) -> str:
     """A dotted name without the prefixes of DDP, FSDP, checkpoint wrappers and torch.compile."""
-    for prefix in WRAPPERS:
-        name = name.replace(prefix, "")
+    name = ".".join(part for part in name.split(".") if part not in WRAPPERS)
     while name.startswith("module."):
         name = name.removeprefix("module.")
     return name
