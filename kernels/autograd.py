@@ -15,7 +15,7 @@ from torch import Tensor
 from .activations import ACTIVATIONS
 from .errors import InputError
 from .formats import Scheme
-from .layer import STREAMS, Layer, Quantized, Term, acc_dtype
+from .layer import STREAMS, Layer, Quantized, Right, Term
 
 ops = torch.ops.fp4
 
@@ -76,39 +76,55 @@ def restore(ctx) -> list[tuple]:
 def backward_gemms(
     layer: Layer, g: Tensor | None, quantized: tuple, saved_x: tuple, saved_w: tuple,
     need: tuple[bool, bool], seed: Tensor | None, stream: int, sizes: tuple, dtype: torch.dtype,
+    rights: dict[str, Right] | None = None,
 ) -> tuple[Term | None, Tensor | None]:  # fmt: skip
-    """DGRAD and WGRAD of one layer from the quantized gradient (g itself where original)."""
+    """DGRAD and WGRAD of one layer from the quantized gradient (g itself where original).
+
+    ``rights``: the operands beside the gradient that are made already.
+    """
     d_operand, d_factor, w_operand, w_factor = quantized[:4]
     m, n, k = sizes
     dx = dw = None
+    made = rights or {}
     if need[1]:  # first: what it reads is gone before the gradient of the layer below is there
-        dw = layer.wgrad(g, w_operand, w_factor, saved_x, seed, stream, n, k, dtype)
+        right = made.get("wgrad")
+        dw = layer.wgrad(g, w_operand, w_factor, saved_x, seed, stream, n, k, dtype, right)
     if need[0]:
-        dx = layer.dgrad(g, d_operand, d_factor, saved_w, seed, stream, m, k)
+        right = made.get("dgrad")
+        dx = layer.dgrad(g, d_operand, d_factor, saved_w, seed, stream, m, k, right)
     return dx, dw
 
 
 def backward_layer(
     layer: Layer, g: Tensor, saved_x: tuple, saved_w: tuple, need: tuple[bool, bool, bool],
-    seed: Tensor | None, stream: int, k: int, dtype: torch.dtype,
+    seed: Tensor | None, stream: int, k: int, dtype: torch.dtype, maxima: tuple = (),
 ) -> tuple[Term | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """dx (before its factors), dw and the FP32 bias gradient of one layer; g is [M, N]."""
+    """dx (before its factors), dw and the FP32 bias gradient of one layer; g is [M, N].
+
+    ``maxima``: those of g's rows and folded columns, where they are known.
+    """
     need_x, need_w, need_b = need
     d_fmt, w_fmt, d_form, w_form = layer.gradient_formats(need_x, need_w)
     if d_fmt and w_fmt and layer.one_orientation_at_a_time:
-        rest = (seed, stream, k, dtype)
+        rest = (seed, stream, k, dtype, maxima)
         _, dw, db = backward_layer(
             layer, g, saved_x, saved_w, (False, need_w, need_b), *rest
         )
         dx, _, _ = backward_layer(layer, g, saved_x, saved_w, (need_x, False, False), *rest)
         return dx, dw, db
     quantized: tuple = (None,) * 5
+    rights: dict[str, Right] = {}
+    if layer.one_orientation_at_a_time and (d_fmt or w_fmt):
+        # before the gradient's operand: the saved codes are then gone when it is made
+        name, saved = ("dgrad", saved_w) if d_fmt else ("wgrad", saved_x)
+        rights[name] = layer.right(name, saved, k, seed, stream)
     if d_fmt or w_fmt or need_b:
         fold = layer.fold(saved_x, need_w)
-        quantized = ops.quantize_grad(g, fold, d_fmt, w_fmt, d_form, w_form, need_b, seed, stream)
+        forms = (d_fmt, w_fmt, d_form, w_form)
+        quantized = ops.quantize_grad(g, fold, *forms, need_b, seed, stream, *maxima)
     sizes = (*g.shape, k)
     dx, dw = backward_gemms(
-        layer, g, quantized, saved_x, saved_w, (need_x, need_w), seed, stream, sizes, dtype
+        layer, g, quantized, saved_x, saved_w, (need_x, need_w), seed, stream, sizes, dtype, rights
     )
     return dx, dw, quantized[4] if need_b else None
 
@@ -225,15 +241,20 @@ def backward_hidden(
 ) -> tuple[Term | None, Tensor | None, Tensor | None]:  # fmt: skip
     """As `backward_layer` for g = gh * act'(z), in one primitive where both GEMMs quantize.
 
-    Where `Layer.stores_hidden_gradient`, g is written by a pointwise kernel instead.
+    Where `Layer.stores_hidden_gradient`, g is a tensor of its own.
     """
     need_x, need_w, need_b = need
     d_fmt, w_fmt, d_form, w_form = layer.gradient_formats(need_x, need_w)
     apart = (need_x and not d_fmt) or (need_w and not w_fmt) or not (need_x or need_w)
-    if apart or layer.stores_hidden_gradient:
+    rest = (saved_x, saved_w, need, seed, stream, k, dtype)
+    if layer.stores_hidden_gradient:
+        fold = layer.fold(saved_x, need_w)
+        amax = layer.needs_maxima(need_x, need_w)
+        dz, *maxima = ops.act_grad(*gh.args()[:3], *z.args(), act, fold, amax)
+        return backward_layer(layer, dz, *rest, tuple(maxima) if amax else ())
+    if apart:
         dz = ACTIVATIONS[act].backward(gh.value(torch.float32), z.value(torch.float32))
-        dz = dz.to(acc_dtype(layer.out_dtype)) if layer.stores_hidden_gradient else dz
-        return backward_layer(layer, dz, saved_x, saved_w, need, seed, stream, k, dtype)
+        return backward_layer(layer, dz, *rest)
     fold = layer.fold(saved_x, need_w)
     quantized = ops.act_grad_quantize(
         *gh.args()[:3], *z.args(), act, fold, d_fmt, w_fmt, d_form, w_form, need_b, seed, stream
@@ -318,17 +339,23 @@ def backward_gated(
     """dx, dw, db of gate and of up, from the gradient of act(gate) * up."""
     formats = [a.gradient_formats(*need[:2]) for a, need in zip(layers, needs)]
     streams = (STREAMS, 2 * STREAMS)
+    folds = [a.fold(x, need[1]) for a, x, need in zip(layers, saved_x, needs)]
     stored = layers[0].stores_hidden_gradient
     if stored or not all(f[0] and f[1] for f in formats):
-        grads = _gated_gradients(gh, zs, act)
+        maxima: list[tuple] = [(), ()]
         if stored:
-            grads = tuple(dz.to(acc_dtype(layers[0].out_dtype)) for dz in grads)
+            amax = any(a.needs_maxima(*need[:2]) for a, need in zip(layers, needs))
+            terms = (*gh.args()[:3], *zs[0].args(), *zs[1].args())
+            parts = ops.glu_grad(*terms, act, *folds, amax)
+            grads = (parts[0], parts[3])
+            maxima = [tuple(parts[1:3]), tuple(parts[4:])] if amax else maxima
+        else:
+            grads = _gated_gradients(gh, zs, act)
         return [
-            backward_layer(a, dz, x, w, need, seed, stream, k, dtype)
-            for a, dz, x, w, need, stream, dtype
-            in zip(layers, grads, saved_x, saved_w, needs, streams, dtypes)
+            backward_layer(a, dz, x, w, need, seed, stream, k, dtype, known)
+            for a, dz, x, w, need, stream, dtype, known
+            in zip(layers, grads, saved_x, saved_w, needs, streams, dtypes, maxima)
         ]  # fmt: skip
-    folds = [a.fold(x, need[1]) for a, x, need in zip(layers, saved_x, needs)]
     (dg, wg, odg, owg), (du, wu, odu, owu) = formats
     quantized = ops.glu_grad_quantize(
         *gh.args()[:3], *zs[0].args(), *zs[1].args(), act, *folds, dg, wg, du, wu,

@@ -24,10 +24,14 @@ Tiles = _struct(
     "Tiles", "x", "#rows", "#cols", "#padded", "#ld", "#wide",
     "amax", "codes", "scales", "outer", "operand",
 )  # fmt: skip
+Output = _struct("Output", "values", "row_amax", "col_amax", "fold")
+Hidden = _struct(
+    "Hidden", "g", "z", "up", "#rows", "#cols", "#wide", "first", "second",
+    g=Term, z=Term, up=Term, first=Output, second=Output,
+)  # fmt: skip
 Gradient = _struct(
-    "Gradient", "g", "z", "fold", "#rows", "#cols", "#padded", "#padded_rows", "#chunk", "#wide",
-    "#wide_z", "row_amax", "col_amax", "seed", "#stream", "d", "w",
-    "d_factor", "w_factor", "sums", g=Term, z=Term,
+    "Gradient", "g", "fold", "#ld", "#rows", "#cols", "#padded", "#padded_rows", "#chunk", "#wide",
+    "row_amax", "col_amax", "seed", "#stream", "d", "w", "d_factor", "w_factor", "sums",
 )  # fmt: skip
 Sums = _struct("Sums", "part", "#chunks", "#cols", "out")
 Saved = _struct(

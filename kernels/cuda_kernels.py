@@ -4,6 +4,7 @@
 |---|---|---|
 | `quantize`, `act_quantize`, `glu_quantize` | rows.cu, tensors.cu | a matrix to codes and operand |
 | `decode`, `requantize` | transposes.cu | saved codes to an operand, by rows or transposed |
+| `act_grad` | hidden.cu | a chain's hidden gradient, over what it is made of, and its maxima |
 | `quantize_grad` | gradient.cu | a gradient (read twice for row scales) in both orientations |
 
 An operand's form is "none", "e4m3" (uint8) or "bf16". A factor is FP32 [R], [1] or [0], as
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import cuda_loader
-from .cuda_arguments import Amax, Gradient, Rows, Saved, Sums, Term, Tiles
+from .cuda_arguments import Amax, Gradient, Hidden, Output, Rows, Saved, Sums, Term, Tiles
 from .errors import InputError
 from .formats import BITS, BLOCK, TensorFormat
 
@@ -361,14 +362,6 @@ def _chunk(rows: int, cols: int) -> int:
     return min(1024, max(1, _ceil(wanted, tile)) * tile)
 
 
-def _factors(term: Affine, name: str) -> dict[str, int]:
-    """Defines that say which factors an affine term has."""
-    _, row, col, _ = term
-    vector = col is not None and col.numel() > 1
-    common = row is not None or (col is not None and not vector)
-    return {f"{name}R": int(common), f"{name}C": int(vector)}
-
-
 def _mode(fmt: TensorFormat | None) -> int:
     return 0 if fmt is None else 1 if fmt.block == "row" else 2
 
@@ -382,7 +375,7 @@ def _side(g: Tensor, fmt: TensorFormat | None, form: str, rows: int, cols: int):
 
 
 def quantize_grad(
-    g: Affine | Tensor,
+    g: Tensor,
     fold: Tensor | None,
     dgrad: TensorFormat | None,
     wgrad: TensorFormat | None,
@@ -391,56 +384,96 @@ def quantize_grad(
     sums: bool,
     seed: Tensor,
     stream: int,
-    act: str | None = None,
-    z: Affine | None = None,
+    row_amax: Tensor | None = None,
+    col_amax: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """A gradient [M, N] in both orientations from one set of random bits, and its column sums.
+    """g [M, N] in both orientations from one set of random bits, and its column sums.
 
-    The gradient is ``g``, or with ``act`` (g * row * col) * act'(z), z an affine term like
-    `act_quantize`'s. Returns dgrad's operand [M, Np] and factor, wgrad's operand [N, Mp] of
-    (gradient * fold[:, None])^T and factor, FP32 sums [N]; [0] tensors for what is left out.
+    Returns dgrad's operand [M, Np] and factor, wgrad's operand [N, Mp] of (g * fold[:, None])^T
+    and factor, FP32 sums [N]; [0] tensors for what is left out. ``row_amax`` and ``col_amax``:
+    what `act_grad` found, to be given together.
     """
-    term = (g, None, None, None) if isinstance(g, Tensor) else g
-    base = term[0]
-    rows, cols = base.shape
-    keep: list[Tensor] = []
-    g_term, dtype, wide = _term(term, keep)
-    z_term, z_dtype, wide_z = (Term(), 0, True) if z is None else _term(z, keep)
+    rows, cols = g.shape
+    x, wide = _matrix(g)
     fold = None if fold is None else fold.float().contiguous()
-    d, d_factor = _side(base, dgrad, form_d, rows, cols)
-    w, w_factor = _side(base, wgrad, form_w, cols, rows)
-    total = base.new_zeros(cols if sums else 0, dtype=torch.float32)
+    d, d_factor = _side(g, dgrad, form_d, rows, cols)
+    w, w_factor = _side(g, wgrad, form_w, cols, rows)
+    total = g.new_zeros(cols if sums else 0, dtype=torch.float32)
     if rows * cols == 0:
         return d, d_factor, w, w_factor, total
     chunk = _chunk(rows, cols)
     grid = (_ceil(cols, 64 * GRADIENT_ACROSS), _ceil(rows, chunk))
-    part = base.new_empty((grid[1], cols) if sums and grid[1] > 1 else 0, dtype=torch.float32)
-    row_max = base.new_zeros(rows if _mode(dgrad) == 1 else 0, dtype=torch.int32)
-    col_max = base.new_zeros(cols if _mode(wgrad) == 1 else 0, dtype=torch.int32)
+    part = g.new_empty((grid[1], cols) if sums and grid[1] > 1 else 0, dtype=torch.float32)
+    known = row_amax is not None and row_amax.numel() > 0
+    if not known:
+        row_amax, col_amax = _maxima(g, rows * (_mode(dgrad) == 1), cols * (_mode(wgrad) == 1))
     padded = _ceil(cols, 32) * 32
     arguments = Gradient(
-        g_term, z_term, _pointer(fold), rows, cols, padded, _ceil(rows, 32) * 32,
-        AMAX_ROWS, wide, wide_z, _pointer(row_max), _pointer(col_max), seed.data_ptr(), stream,
+        _pointer(x), _pointer(fold), x.stride(0), rows, cols, padded, _ceil(rows, 32) * 32,
+        AMAX_ROWS, wide, _pointer(row_amax), _pointer(col_amax), seed.data_ptr(), stream,
         _pointer(d), _pointer(w), _pointer(d_factor), _pointer(w_factor),
         _pointer(part if grid[1] > 1 else total),
     )  # fmt: skip
     defines = {
-        "XD": dtype, "ZD": z_dtype, "ACT": ACTS[act], "SUMS": int(sums), "DMODE": _mode(dgrad),
-        "WMODE": _mode(wgrad), "DFORM": FORMS[form_d] if dgrad else 0,
-        "WFORM": FORMS[form_w] if wgrad else 0, "FOLD": int(fold is not None),
-        **_factors(term, "G"), **_factors(z or (base, None, None, None), "Z"),
-        "ZB": int(z is not None and z[3] is not None),
-        "ALIGNED": int(wide and wide_z and cols % 8 == 0),
+        "XD": DTYPES[x.dtype], "SUMS": int(sums), "DMODE": _mode(dgrad), "WMODE": _mode(wgrad),
+        "DFORM": FORMS[form_d] if dgrad else 0, "WFORM": FORMS[form_w] if wgrad else 0,
+        "FOLD": int(fold is not None), "ALIGNED": int(wide and cols % 8 == 0),
         "BIG": int(rows * padded >= BIG), "ACROSS": GRADIENT_ACROSS,
     }  # fmt: skip
-    if row_max.numel() or col_max.numel():
+    if not known and 1 in (_mode(dgrad), _mode(wgrad)):
         over = (_ceil(cols, AMAX_COLS), _ceil(rows, AMAX_ROWS))
-        _launch("gradient.cu", "gradient_amax", defines, arguments, over, 256, base.device)
+        _launch("gradient.cu", "gradient_amax", defines, arguments, over, 256, g.device)
     arguments.chunk = chunk
-    _launch("gradient.cu", "quantize_gradient", defines, arguments, grid, 256, base.device)
+    _launch("gradient.cu", "quantize_gradient", defines, arguments, grid, 256, g.device)
     if part.numel():
         adding = Sums(part.data_ptr(), grid[1], cols, total.data_ptr())
-        _launch(
-            "gradient.cu", "add_chunks", defines, adding, (_ceil(cols, 32), 1), 128, base.device
-        )
+        _launch("gradient.cu", "add_chunks", defines, adding, (_ceil(cols, 32), 1), 128, g.device)
     return d, d_factor, w, w_factor, total
+
+
+def _maxima(x: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
+    """Zeros for the bits of maxima: int32 [rows] and [cols] of one allocation."""
+    both = x.new_zeros(rows + cols, dtype=torch.int32)
+    return both[:rows], both[rows:]
+
+
+def act_grad(
+    g: Affine, z: Affine, up: Affine | None, act: str, folds: tuple, amax: bool, out: Tensor
+) -> tuple[Tensor, ...]:
+    """The gradient dz [M, N] of act(z), or those of both terms of act(z) * up; ``out`` holds dz.
+
+    g = (acc * row) * col, z and ``up`` affine terms with accumulators of one dtype; FP32, written
+    in g's dtype. ``out`` [M, N] is contiguous and may be g's accumulator. Returns, with ``amax``,
+    the bits of the maxima of dz's rows [M] and of the columns [N] of dz * fold[:, None], int32
+    (else [0]); with ``up`` also du [M, N] and its maxima.
+    """
+    keep: list[Tensor] = []
+    terms = [_term(t, keep) for t in (g, z) + ((up,) if up is not None else ())]
+    rows, cols = g[0].shape
+    results: list[Tensor] = []
+    outputs = []
+    for i, fold in enumerate(folds):
+        row_max, col_max = (out.new_zeros(n * amax, dtype=torch.int32) for n in (rows, cols))
+        values = torch.empty_like(out) if i else out
+        results += ([values] if i else []) + [row_max, col_max]
+        keep += [values] + ([] if fold is None else [fold.float().contiguous()])
+        outputs.append(
+            Output(
+                _pointer(values), _pointer(row_max), _pointer(col_max),
+                None if fold is None else _pointer(keep[-1]),
+            )
+        )  # fmt: skip
+    wide = all(w for *_, w in terms) and out.data_ptr() % 16 == 0
+    arguments = Hidden(
+        terms[0][0], terms[1][0], terms[2][0] if up is not None else Term(), rows, cols, wide,
+        outputs[0], outputs[1] if up is not None else Output(),
+    )  # fmt: skip
+    defines = {
+        "XD": terms[0][1], "ZD": terms[1][1], "ACT": ACTS[act], "GATED": int(up is not None),
+        "GT": _parts(g), "ZT": _parts(z), "UT": 0 if up is None else _parts(up),
+        "AMAX": int(amax), "FOLD": sum((f is not None) << i for i, f in enumerate(folds)),
+        "ALIGNED": int(wide and cols % 8 == 0),
+    }  # fmt: skip
+    grid = (_ceil(cols, AMAX_COLS), _ceil(rows, AMAX_ROWS))
+    _launch("hidden.cu", "hidden_gradient", defines, arguments, grid, 256, out.device)
+    return tuple(results)

@@ -74,6 +74,7 @@ def requantize_operand(
 def gradient_operands(
     g: Tensor, fold: Tensor | None, dgrad: TensorFormat | None, wgrad: TensorFormat | None,
     form_d: str, form_w: str, bias_grad: bool, seed: Tensor, stream: int,
+    row_amax: Tensor | None = None, col_amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `primitives.quantize_grad`."""
     if not _gradient(dgrad, form_d) or not _gradient(wgrad, form_w):
@@ -81,21 +82,15 @@ def gradient_operands(
             g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream
         )
     return cuda_kernels.quantize_grad(
-        g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream
+        g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, row_amax, col_amax
     )
 
 
-def act_gradient_operands(
-    g: Affine, z: Affine, act: str, fold: Tensor | None, dgrad: TensorFormat | None,
-    wgrad: TensorFormat | None, form_d: str, form_w: str, bias_grad: bool, seed: Tensor,
-    stream: int,
-) -> tuple[Tensor, ...] | None:  # fmt: skip
-    """`gradient_operands` of g * act'(z), fused; None where there is no fused kernel."""
-    if not _gradient(dgrad, form_d) or not _gradient(wgrad, form_w):
-        return None
-    return cuda_kernels.quantize_grad(
-        g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, act, z
-    )
+def act_grad(
+    g: Affine, z: Affine, up: Affine | None, act: str, folds: tuple, amax: bool, out: Tensor
+) -> tuple[Tensor, ...]:
+    """See `primitives.act_grad_` and `primitives.glu_grad_`; ``out`` may be g's accumulator."""
+    return cuda_kernels.act_grad(g, z, up, act, folds, amax, out)
 
 
 def _gradient(fmt: TensorFormat | None, form: str) -> bool:

@@ -16,12 +16,15 @@ def variants() -> list[tuple[str, dict[str, int]]]:
         for held in (1, 2, 0)
     ]
     tensors = [{"XD": xd, "OPERAND": form} for xd in (0, 1) for form in (0, 2)]
+    hidden = [
+        {"XD": 1, "ZD": 1, "ACT": act, "GATED": gated, "GT": 3 * amax, "ZT": term,
+         "UT": term * gated, "AMAX": amax, "FOLD": amax * (1 + 2 * gated), "ALIGNED": 1}
+        for act, gated in ((1, 0), (2, 0), (5, 1)) for amax, term in ((1, 3), (1, 11), (0, 3))
+    ]  # fmt: skip
     gradients = [
-        {"XD": 1, "ZD": 1, "ACT": act, "SUMS": sums, "DMODE": mode, "WMODE": mode,
-         "DFORM": form, "WFORM": form, "FOLD": int(form == 1), "GR": int(act > 0 and mode == 1),
-         "GC": 0, "ZR": int(act > 0), "ZC": 0, "ZB": int(act > 0 and sums), "ALIGNED": 1, "BIG": 0,
-         "ACROSS": 2}
-        for mode, form in ((1, 1), (1, 2), (2, 2)) for act in (0, 1, 2, 5) for sums in (0, 1)
+        {"XD": 1, "SUMS": sums, "DMODE": mode, "WMODE": mode, "DFORM": form, "WFORM": form,
+         "FOLD": int(form == 1), "ALIGNED": 1, "BIG": 0, "ACROSS": 2}
+        for mode, form in ((1, 1), (1, 2), (2, 2)) for sums in (0, 1)
     ]  # fmt: skip
     transposes = [
         {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr, "FACTOR": factor, "BIG": 0,
@@ -31,8 +34,11 @@ def variants() -> list[tuple[str, dict[str, int]]]:
             (1, 1, 0, 0), (2, 1, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, int(source != 1))
         )
     ]
-    groups = (("rows.cu", rows), ("tensors.cu", tensors), ("gradient.cu", gradients))
-    return [(f, d) for f, all_ in (*groups, ("transposes.cu", transposes)) for d in all_]
+    groups = {
+        "rows.cu": rows, "tensors.cu": tensors, "hidden.cu": hidden, "gradient.cu": gradients,
+        "transposes.cu": transposes,
+    }  # fmt: skip
+    return [(file, defines) for file, group in groups.items() for defines in group]
 
 
 def warm(arch: str) -> int:

@@ -1,18 +1,18 @@
 """How Inductor lowers the primitives: each stays one opaque call; everything around them fuses.
 
 `scaled_mm` becomes a call that writes into a buffer of Inductor's own, so that its memory is taken
-from buffers that are done with and a pointwise kernel may write over it. The others allocate their
-results themselves.
+from buffers that are done with and others may write over it: pointwise kernels, `act_grad` and
+`glu_grad`. The rest allocate their results themselves.
 """
 
 from __future__ import annotations
 
-import functools
+from functools import cache, partial
 
 import torch
 
 
-@functools.cache
+@cache
 def register() -> None:
     """Register every primitive as an extern call, once a process, without Inductor's warnings."""
     from torch._inductor.lowering import add_layout_constraint, lowerings, make_fallback
@@ -24,8 +24,10 @@ def register() -> None:
         if op not in lowerings:
             make_fallback(op, warn=False)
             add_layout_constraint(op, _strides)
-    fallback = lowerings[torch.ops.fp4.scaled_mm.default]
-    lowerings[torch.ops.fp4.scaled_mm.default] = functools.partial(_scaled_mm, fallback)
+    fp4 = torch.ops.fp4
+    lowerings[fp4.scaled_mm.default] = partial(_scaled_mm, lowerings[fp4.scaled_mm.default])
+    for op, inplace in ((fp4.act_grad, fp4.act_grad_), (fp4.glu_grad, fp4.glu_grad_)):
+        lowerings[op.default] = partial(_grad, lowerings[op.default], lowerings[inplace.default])
 
 
 def _strides(fx_node, *args, **kwargs):
@@ -59,3 +61,13 @@ def _scaled_mm(fallback, a, b, engine, m, n, out_dtype):
         op_overload=torch.ops.fp4.scaled_mm.out,
     )
     return ir.TensorBox.create(kernel)
+
+
+def _grad(fallback, inplace, g, *args):
+    """`act_grad` or `glu_grad`, over g where g is a GEMM's result that nothing else reads."""
+    from torch._inductor.virtualized import V
+
+    node = V.graph.current_node.args[0]
+    if node.target is not torch.ops.fp4.scaled_mm.default or len(node.users) > 1:
+        return fallback(g, *args)
+    return g, *inplace(g, *args)

@@ -20,6 +20,9 @@ ops = torch.ops.fp4
 WEIGHT, ACTIVATION, STREAMS = 2, 3, 16  # the gradient's is 0
 
 
+Right = tuple[Tensor, Tensor | None]  # an operand and its factor
+
+
 @dataclass
 class Quantized:
     """A forward operand: what is saved (codes, scales, factor) and what the GEMM reads."""
@@ -82,12 +85,12 @@ class Layer:
 
     @property
     def stores_hidden_gradient(self) -> bool:
-        """True where g * act'(z) of a chain is written, as BF16, by a pointwise kernel.
+        """True where g * act'(z) of a chain is stored, in the dtype of g's sums, before rounding.
 
-        Inductor writes it over the gradient that it is made of and frees z, so backward needs two
-        hidden tensors at a time, not three; the bytes moved are the same.
+        It is written over the product that it is made of, and z is freed: backward needs two
+        hidden tensors at a time, where rounding it straight away would need three.
         """
-        return self.device.type == "cuda" and self.out_dtype != torch.float32
+        return self.device.type == "cuda"
 
     @property
     def one_orientation_at_a_time(self) -> bool:
@@ -173,6 +176,11 @@ class Layer:
             out.append((str(gemm[0].format), self.engine(name).operand) if used else ("", "none"))
         return out[0][0], out[1][0], out[0][1], out[1][1]
 
+    def needs_maxima(self, need_x: bool, need_w: bool) -> bool:
+        """True where rounding the gradient needs the maxima of its whole rows or columns."""
+        texts = self.gradient_formats(need_x, need_w)[:2]
+        return any(t.startswith("mxfp8:row") for t in texts)
+
     def fold(self, saved_x: tuple[Tensor, ...], need_w: bool) -> Tensor | None:
         """Each token's outer scale, to be folded into its gradient row; 0 where the token is 0.
 
@@ -186,35 +194,37 @@ class Layer:
 
     def dgrad(
         self, g: Tensor | None, operand: Tensor, factor: Tensor, saved: tuple[Tensor, ...],
-        seed: Tensor | None, stream: int, m: int, k: int,
+        seed: Tensor | None, stream: int, m: int, k: int, right: Right | None = None,
     ) -> Term:  # fmt: skip
         """dx [M, K] = g[M, N] w[N, K]; ``g`` is read only where dgrad is original."""
         if self.scheme.dgrad is None:
             assert g is not None
             work = self.out_dtype
             return Term(engines.plain(g.to(work), saved[0].to(work)))
-        right, col = self._right("dgrad", saved, k, seed, stream + WEIGHT)
+        weight, col = right or self.right("dgrad", saved, k, seed, stream)
         engine = self._backward_engine("dgrad")
-        acc = ops.scaled_mm(operand, right, engine, m, k, acc_dtype(self.out_dtype))
+        acc = ops.scaled_mm(operand, weight, engine, m, k, acc_dtype(self.out_dtype))
         return Term(acc, present(self.scheme.dgrad[0].format, factor), col)
 
     def wgrad(
         self, g: Tensor | None, operand: Tensor, factor: Tensor, saved: tuple[Tensor, ...],
         seed: Tensor | None, stream: int, n: int, k: int, dtype: torch.dtype,
+        right: Right | None = None,
     ) -> Tensor:  # fmt: skip
         """dw [N, K] = g[M, N]^T x[M, K] in the parameter's dtype ``dtype``."""
         if self.scheme.wgrad is None:
             assert g is not None
             work = self.out_dtype
             return engines.plain(g.to(work).t(), saved[0].to(work)).to(dtype)
-        right, col = self._right("wgrad", saved, k, seed, stream + ACTIVATION)
-        acc = ops.scaled_mm(operand, right, self._backward_engine("wgrad"), n, k, acc_dtype(dtype))
+        x, col = right or self.right("wgrad", saved, k, seed, stream)
+        acc = ops.scaled_mm(operand, x, self._backward_engine("wgrad"), n, k, acc_dtype(dtype))
         return Term(acc, present(self.scheme.wgrad[0].format, factor), col).value(dtype)
 
-    def _right(
+    def right(
         self, name: str, saved: tuple[Tensor, ...], k: int, seed: Tensor | None, stream: int
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> Right:
         """The operand [K, reduced] beside the gradient in a backward GEMM, and its factor."""
+        stream += WEIGHT if name == "dgrad" else ACTIVATION
         gradient, op = getattr(self.scheme, name)
         form = self.engine(name).operand
         codes, scales, factor = saved

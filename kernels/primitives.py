@@ -208,50 +208,141 @@ def _fake_gradient(g, dgrad, wgrad, operand_d, operand_w, bias_grad):
     return *out, g.new_empty((n if bias_grad else 0,), dtype=torch.float32)
 
 
-def _fake_quantize_grad(g, fold, dgrad, wgrad, operand_d, operand_w, bias_grad, seed, stream):
+def _fake_quantize_grad(
+    g, fold, dgrad, wgrad, operand_d, operand_w, bias_grad, seed, stream,
+    row_amax=None, col_amax=None,
+):  # fmt: skip
     return _fake_gradient(g, dgrad, wgrad, operand_d, operand_w, bias_grad)
 
 
 @primitive(
-    f"quantize_grad(Tensor g, Tensor? fold, {_GRADIENT}) -> ({_GRADIENT_OUT})", _fake_quantize_grad
+    f"quantize_grad(Tensor g, Tensor? fold, {_GRADIENT}, Tensor? row_amax=None,"
+    f" Tensor? col_amax=None) -> ({_GRADIENT_OUT})",
+    _fake_quantize_grad,
 )
-def quantize_grad(g, fold, dgrad, wgrad, operand_d, operand_w, bias_grad, seed, stream):
+def quantize_grad(
+    g, fold, dgrad, wgrad, operand_d, operand_w, bias_grad, seed, stream,
+    row_amax=None, col_amax=None,
+):  # fmt: skip
     """g [M, N] in both orientations, from one set of random bits, and its column sums.
 
     Returns dgrad operand [M, Np] and factor, wgrad operand [N, Mp] of (g * fold[:, None])^T and
     factor, bias gradient FP32 [N]. An empty format text leaves its orientation out ([0] tensors).
+    ``row_amax`` and ``col_amax``, if known: `act_grad`'s.
     """
     d, w = parse(dgrad), parse(wgrad)
     impl = implementation(g, d, w)
     if d is None and w is None and g.is_cuda:  # column sums alone have no CUDA kernel
         from . import fallback as impl
-    return impl.gradient_operands(g, fold, d, w, operand_d, operand_w, bias_grad, seed, stream)
+    known = (row_amax, col_amax) if hasattr(impl, "act_grad") else ()
+    arguments = (g, fold, d, w, operand_d, operand_w, bias_grad, seed, stream)
+    return impl.gradient_operands(*arguments, *known)
 
 
-def _fake_act_grad(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
+_ACT_GRAD = (
+    "g, Tensor? row, Tensor? col, " + _TERM.format(1) + ", str act, Tensor? fold, bool amax"
+)
+_GLU_GRAD = (
+    f"g, Tensor? row, Tensor? col, {_TERM.format('_g')}, {_TERM.format('_u')}, str act,"
+    " Tensor? fold_g, Tensor? fold_u, bool amax"
+)
+
+
+def _fake_maxima(g, amax):
+    return [g.new_empty((n if amax else 0,), dtype=torch.int32) for n in g.shape]
+
+
+def _fake_act_grad_(g, *rest):
+    return tuple(_fake_maxima(g, rest[-1]))
+
+
+def _fake_act_grad(g, *rest):
+    return g.new_empty(g.shape), *_fake_maxima(g, rest[-1])
+
+
+@primitive(f"act_grad_(Tensor(a!) {_ACT_GRAD}) -> (Tensor, Tensor)", _fake_act_grad_)
+def act_grad_(g, row, col, acc1, row1, col1, bias1, act, fold, amax):
+    """`act_grad` written over g [M, N]."""
+    return _write_grad((g, row, col, None), (acc1, row1, col1, bias1), None, act, (fold,), amax, g)
+
+
+@primitive(f"act_grad(Tensor {_ACT_GRAD}) -> (Tensor, Tensor, Tensor)", _fake_act_grad)
+def act_grad(g, row, col, acc1, row1, col1, bias1, act, fold, amax):
+    """dz = (g * row * col) * act'(z) [M, N], z = (acc1 * row1) * col1 + bias1; FP32, in g's dtype.
+
+    Returns dz and, with ``amax`` (else [0]), the FP32 bits as int32 of the maxima of the rows [M]
+    of |dz| and of the columns [N] of |dz * fold[:, None]|.
+    """
+    out, z = g.new_empty(g.shape), (acc1, row1, col1, bias1)
+    return out, *_write_grad((g, row, col, None), z, None, act, (fold,), amax, out)
+
+
+def _fake_glu_grad_(g, *rest):
+    amax = rest[-1]
+    return *_fake_maxima(g, amax), g.new_empty(g.shape), *_fake_maxima(g, amax)
+
+
+def _fake_glu_grad_both(g, *rest):
+    return g.new_empty(g.shape), *_fake_glu_grad_(g, *rest)
+
+
+@primitive(
+    f"glu_grad_(Tensor(a!) {_GLU_GRAD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_glu_grad_,
+)
+def glu_grad_(g, row, col, acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act,
+              fold_g, fold_u, amax):  # fmt: skip
+    """`glu_grad`, the gate's gradient written over g [M, N]."""
+    gate, up = (acc_g, row_g, col_g, bias_g), (acc_u, row_u, col_u, bias_u)
+    return _write_grad((g, row, col, None), gate, up, act, (fold_g, fold_u), amax, g)
+
+
+@primitive(
+    f"glu_grad(Tensor {_GLU_GRAD}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    _fake_glu_grad_both,
+)
+def glu_grad(g, row, col, acc_g, row_g, col_g, bias_g, acc_u, row_u, col_u, bias_u, act,
+             fold_g, fold_u, amax):  # fmt: skip
+    """As `act_grad` for both terms of act(gate) * up: gate's three results, then up's."""
+    gate, up = (acc_g, row_g, col_g, bias_g), (acc_u, row_u, col_u, bias_u)
+    out = g.new_empty(g.shape)
+    return out, *_write_grad((g, row, col, None), gate, up, act, (fold_g, fold_u), amax, out)
+
+
+def _write_grad(g, z, up, act, folds, amax, out) -> tuple[Tensor, ...]:
+    """`cuda_kernels.act_grad`, in PyTorch where there is no such kernel."""
+    fused = _fused("act_grad", out)
+    if fused and out.is_contiguous():
+        return fused(g, z, up, act, folds, amax, out)
+    dh, z = affine(*g), affine(*z)
+    grads = [evaluate(ACTIVATIONS[act].backward, dh if up is None else dh * affine(*up), z)]
+    if up is not None:
+        grads.append(dh * evaluate(ACTIVATIONS[act].forward, z))
+    results = []
+    for i, (dz, fold) in enumerate(zip(grads, folds)):
+        values = dz.to(out.dtype) if i else out.copy_(dz)
+        results += ([values] if i else []) + _maxima(values.float(), fold, amax)
+    return tuple(results)
+
+
+def _maxima(dz: Tensor, fold: Tensor | None, amax: bool) -> list[Tensor]:
+    if not amax or dz.numel() == 0:
+        return [dz.new_zeros(n * amax, dtype=torch.int32) for n in dz.shape]
+    folded = dz if fold is None else dz * fold[:, None]
+    return [dz.abs().amax(1).view(torch.int32), folded.abs().amax(0).view(torch.int32)]
+
+
+def _fake_act_grad_quantize(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
     return _fake_gradient(acc, *rest[:5])
 
 
 @primitive(
     "act_grad_quantize(Tensor g, Tensor? row, Tensor? col, Tensor acc1, Tensor? row1, Tensor? col1,"
     f" Tensor? bias1, str act, Tensor? fold, {_GRADIENT}) -> ({_GRADIENT_OUT})",
-    _fake_act_grad,
+    _fake_act_grad_quantize,
 )
 def act_grad_quantize(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
     """`quantize_grad` of (g * row * col) * act'(z), z = (acc * row1) * col1 + bias1, in FP32."""
-    dgrad, wgrad, *others = rest
-    fused = _fused("act_gradient_operands", acc, dgrad, wgrad)
-    done = fused and fused(
-        (g, row, col, None),
-        (acc, row1, col1, bias1),
-        act,
-        fold,
-        parse(dgrad),
-        parse(wgrad),
-        *others,
-    )
-    if done:
-        return done
     z = affine(acc, row1, col1, bias1)
     dz = evaluate(ACTIVATIONS[act].backward, affine(g, row, col, None), z)
     return quantize_grad(dz, fold, *rest)

@@ -1,9 +1,7 @@
 // A gradient in both orientations from one set of random bits: MXFP8 with one power of two a row or
-// a block of 32, stochastic, of g, or of g * act'(z); the transposed copy of it times `fold`.
-//   XD, ZD dtypes of g and of z's accumulator · ACT (Act) · SUMS, FOLD 0/1
-//   GR, ZR 1: the term has factors of rows or of all columns · GC, ZC 1: a factor of each column
-//   ZB 1: z has a bias
-//   DMODE, WMODE 0 absent, 1 row scales (their maxima from gradient_amax), 2 blocks of 32
+// a block of 32, stochastic; the transposed copy of it times `fold`.
+//   XD dtype of g · SUMS, FOLD 0/1
+//   DMODE, WMODE 0 absent, 1 row scales (their maxima from gradient_amax or hidden.cu), 2 blocks of 32
 //   DFORM, WFORM (Form): E4M3_FORM the codes (row scales only), BF16_FORM the values
 //   ALIGNED 1: a row's groups of eight columns are whole and on 16-byte boundaries
 //   BIG 1: 2^32 groups of random bits or more
@@ -11,15 +9,14 @@
 // Grids: (column tiles, row chunks). A warp walks tiles of 64 columns and 64 bytes of rows, which is
 // a column's run in w; nothing waits for another warp. Column sums stay in registers, and chunks
 // depend on the shape alone, so sums have one order everywhere.
-#include "activations.cuh"
 #include "warp_tile.cuh"
 
 using namespace fp4;
 
 struct Gradient {
-  Term g, z;
+  const void* g;
   const float* fold;
-  i64 rows, cols, padded, padded_rows, chunk, wide, wide_z;
+  i64 ld, rows, cols, padded, padded_rows, chunk, wide;
   u32 *row_amax, *col_amax;
   const u64* seed;
   i64 stream;
@@ -27,67 +24,38 @@ struct Gradient {
   float *d_factor, *w_factor, *sums;
 };
 
-// ---- the gradient before its row factor: eight columns of a thread ----------------------------
+// ---- eight columns of a thread ----------------------------------------------------------------
 
-struct Raw {
-  Raw8<XD> g;
-#if ACT
-  Raw8<ZD> z;
-#endif
-};
+using Raw = Raw8<XD>;
 
-// Where a thread's columns lie, and their factors.
+// Where a thread's columns lie.
 struct Columns {
-  const u8 *g, *z;
+  const u8* g;
   i64 valid;
-  float g_col[GC ? 8 : 1], z_col[ZC ? 8 : 1], bias[ZB ? 8 : 1];
 };
 
 FP4_D Columns columns_at(const Gradient& a, i64 n) {
-  Columns c;
-  c.valid = a.cols - n < 0 ? 0 : a.cols - n;
-  const i64 at = c.valid ? n : 0;
-  c.g = static_cast<const u8*>(a.g.acc) + at * (XD == F32 ? 4 : 2);
-  c.z = static_cast<const u8*>(a.z.acc) + at * (ZD == F32 ? 4 : 2);
-FP4_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    const i64 k = i < c.valid ? n + i : 0;
-    if (GC) c.g_col[i] = a.g.col[k];
-    if (ZC) c.z_col[i] = a.z.col[k];
-    if (ZB) c.bias[i] = a.z.bias[k];
-  }
-  return c;
-}
-
-template <int D>
-FP4_D void load_term(const Term& t, const u8* x, i64 valid, bool wide, u32 m, bool exists, Raw8<D>& raw) {
-  constexpr u32 SIZE = D == F32 ? 4 : 2;
-  const u8* p = x + (u64)m * ((u32)t.ld * SIZE);
-  if (ALIGNED) {
-FP4_UNROLL
-    for (u32 i = 0; i < SIZE / 2; ++i) load16_if(raw.w + 4 * i, p + 16 * i, exists);
-  } else if (exists) {
-    raw = load8<D>(p, 0, valid, wide);
-  }
+  const i64 valid = a.cols - n < 0 ? 0 : a.cols - n;
+  return {static_cast<const u8*>(a.g) + (valid ? n : 0) * (XD == F32 ? 4 : 2), valid};
 }
 
 // Row m, if it exists.
 FP4_D void load_row(const Gradient& a, const Columns& c, u32 m, Raw& raw) {
+  constexpr u32 SIZE = XD == F32 ? 4 : 2;
   const bool exists = m < (u32)a.rows;
-  load_term<XD>(a.g, c.g, c.valid, a.wide, m, exists, raw.g);
-#if ACT
-  load_term<ZD>(a.z, c.z, c.valid, a.wide_z, m, exists, raw.z);
-#endif
+  const u8* p = c.g + (u64)m * ((u32)a.ld * SIZE);
+  if (ALIGNED) {
+FP4_UNROLL
+    for (u32 i = 0; i < SIZE / 2; ++i) load16_if(raw.w + 4 * i, p + 16 * i, exists);
+  } else if (exists) {
+    raw = load8<XD>(p, 0, c.valid, a.wide);
+  }
 }
 
-// A row past the end: zero, at a large z, where act' is positive and keeps zero's sign.
+// A row past the end.
 FP4_D void clear(Raw& raw) {
 FP4_UNROLL
-  for (u32& w : raw.g.w) w = 0;
-#if ACT
-FP4_UNROLL
-  for (u32& w : raw.z.w) w = 0x42004200u;
-#endif
+  for (u32& w : raw.w) w = 0;
 }
 
 FP4_D void clear_past(Raw* raw, u32 m, u32 rows) {
@@ -97,63 +65,19 @@ FP4_UNROLL
     if (m + r >= rows) clear(raw[r]);
 }
 
-FP4_D void unscaled8(const Columns& c, const Raw& raw, float z_row, float* v) {
-  widen8<XD>(raw.g, v);
-#if ACT
-  float z[8];
-  widen8<ZD>(raw.z, z);
-FP4_UNROLL
-  for (int i = 0; i < 8; ++i) {
-    if (GC) v[i] = mul(v[i], c.g_col[i]);
-    if (ZC) {
-      if (ZR) z[i] = mul(z[i], z_row);
-      z[i] = ZB ? fused(z[i], c.z_col[i], c.bias[i]) : mul(z[i], c.z_col[i]);
-    } else if (ZR) {
-      z[i] = ZB ? fused(z[i], z_row, c.bias[i]) : mul(z[i], z_row);
-    } else if (ZB) {
-      z[i] = add(z[i], c.bias[i]);
-    }
-    v[i] = activate_grad<ACT>(v[i], z[i]);
-    if (!ALIGNED) v[i] = i < c.valid ? v[i] : 0.0f;
-  }
-#endif
-}
-
-// ---- factors of a row -------------------------------------------------------------------------
-
-// A row's factor times that of all columns.
-FP4_D float term_factor(const Term& t, i64 m, float col) {
-  return product(t.row ? t.row[m * t.row_stride] : 1.0f, col);
-}
-FP4_D float common_factor(const Term& t, bool vector) { return t.col && !vector ? t.col[0] : 1.0f; }
-
-struct Factors {  // of one row: of the gradient, of the folded gradient, of z
-  float g, fold, z;
-};
-
-FP4_D Factors factors_at(const Gradient& a, i64 m, float g_common, float z_common) {
-  Factors f = {1.0f, 1.0f, 1.0f};
-  if (m >= a.rows) return f;
-#if ACT
-  if (GR) f.g = term_factor(a.g, m, g_common);
-  if (ZR) f.z = term_factor(a.z, m, z_common);
-#endif
-  f.fold = FOLD ? product(a.fold[m], f.g) : f.g;
-  return f;
-}
+FP4_D float fold_at(const Gradient& a, i64 m) { return FOLD && m < a.rows ? a.fold[m] : 1.0f; }
 
 // ---- maxima -----------------------------------------------------------------------------------
 
 constexpr u32 AMAX_COLS = 256, WARPS = 8;
 
-extern "C" __global__ void __launch_bounds__(256, ACT ? 2 : 4) gradient_amax(Gradient a) {
-  __shared__ float row_factors[WARPS][32][2];
+extern "C" __global__ void __launch_bounds__(256, 4) gradient_amax(Gradient a) {
+  __shared__ float folds[WARPS][32];
   __shared__ u32 part[WARPS][AMAX_COLS];
   const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const Columns columns = columns_at(a, blockIdx.x * (i64)AMAX_COLS + lane * 8);
   const u32 rows = (u32)a.rows, first = blockIdx.y * (u32)a.chunk + warp * 32;
   const u32 last = min_u((blockIdx.y + 1) * (u32)a.chunk, rows);
-  const float g_common = common_factor(a.g, GC), z_common = common_factor(a.z, ZC);
   float column[8] = {};
   Raw raw[4];
 FP4_UNROLL
@@ -162,9 +86,8 @@ FP4_UNROLL
     load_row(a, columns, first + r, raw[r]);
   }
   for (u32 m0 = first; m0 < last; m0 += WARPS * 32) {
-    const Factors mine = factors_at(a, m0 + lane, g_common, z_common);
     __syncwarp();
-    row_factors[warp][lane][0] = mine.fold, row_factors[warp][lane][1] = mine.z;
+    folds[warp][lane] = fold_at(a, m0 + lane);
     __syncwarp();
     u32 row_max = 0;
 #pragma unroll 1
@@ -174,14 +97,14 @@ FP4_UNROLL
 FP4_UNROLL
       for (int r = 0; r < 4; ++r) {
         float v[8];
-        unscaled8(columns, raw[r], row_factors[warp][q + r][1], v);
+        widen8<XD>(raw[r], v);
         load_row(a, columns, next + r, raw[r]);
-        const float fold = row_factors[warp][q + r][0];
+        const float fold = folds[warp][q + r];
         float row = 0.0f;
 FP4_UNROLL
         for (int i = 0; i < 8; ++i) {
           if (DMODE == 1) row = max_magnitude(row, v[i]);
-          if (WMODE == 1) column[i] = max_magnitude(column[i], FOLD || (ACT && GR) ? mul(v[i], fold) : v[i]);
+          if (WMODE == 1) column[i] = max_magnitude(column[i], FOLD ? mul(v[i], fold) : v[i]);
         }
         if (DMODE == 1) {
           const u32 of_row = warp_max(columns.valid ? bits(row) : 0u);
@@ -189,10 +112,7 @@ FP4_UNROLL
         }
       }
     }
-    if (DMODE == 1 && m0 + lane < rows) {
-      const float v = from_bits(row_max);
-      atomicMax(a.row_amax + m0 + lane, magnitude(ACT && GR ? mul(v, mine.g) : v));
-    }
+    if (DMODE == 1 && m0 + lane < rows) atomicMax(a.row_amax + m0 + lane, row_max);
   }
   if (WMODE != 1) return;
 FP4_UNROLL
@@ -265,7 +185,7 @@ struct Warp {
   u32 n0, n;          // first column of the tile, of the thread
   bool inside;        // the thread's columns exist
   u32* tile;
-  const float4* row;  // shrink, fold, g, z of the tile's rows
+  const float2* row;  // shrink, fold of the tile's rows
   bool slow_rows, slow_cols;
   float shrink[WMODE ? 8 : 1], grow[WMODE == 2 ? 8 : 1];
   float sum[SUMS ? 8 : 1];
@@ -293,16 +213,16 @@ FP4_UNROLL
 }
 
 // Maxima of BF16 pairs are taken before widening.
-constexpr bool PACKED = WMODE == 2 && XD == BF16 && !ACT && !FOLD;
+constexpr bool PACKED = WMODE == 2 && XD == BF16 && !FOLD;
 
 FP4_D u32 largest8(const Raw& raw) {
-  const u32* w = raw.g.w;
+  const u32* w = raw.w;
   const u32 m = max_magnitudes(max_magnitudes(max_magnitudes(w[0] & 0x7fff7fffu, w[1]), w[2]), w[3]);
   return max_u(m & 0xffff0000u, m << 16);
 }
 
-// Four rows of a thread, from row m of the tensor and row `at` of the tile; `get(r, z, v)` gives
-// the gradient before its row factor, and returns the largest magnitude if PACKED.
+// Four rows of a thread, from row m of the tensor and row `at` of the tile; `get(r, v)` gives
+// the gradient, and returns the largest magnitude if PACKED.
 template <bool SLOW, class Get>
 FP4_D void quantize4(const Gradient& a, Warp& w, u32 m, u32 at, const Get& get) {
   Words words[4];
@@ -310,14 +230,13 @@ FP4_D void quantize4(const Gradient& a, Warp& w, u32 m, u32 at, const Get& get) 
   u32 half[8], packed[8];
 FP4_UNROLL
   for (int r = 0; r < 4; ++r) {
-    const float4 f = w.row[at + r];
+    const float2 f = w.row[at + r];
     float v[8], x[8];
-    u32 amax = get(r, f.w, x), rounding[8];
+    u32 amax = get(r, v), rounding[8];
 FP4_UNROLL
     for (int j = 0; j < 8; ++j) {
       rounding[j] = rounding_bits(words[r], j);
-      v[j] = ACT && GR ? mul(x[j], f.z) : x[j];
-      x[j] = FOLD ? mul(x[j], f.y) : v[j];
+      x[j] = FOLD ? mul(v[j], f.y) : v[j];
       if (SUMS) w.sum[j] = add(w.sum[j], v[j]);
     }
     if (DMODE == 2 && !PACKED) amax = largest8(v);
@@ -379,29 +298,28 @@ FP4_UNROLL
   w.slow_cols = warp_max(largest) > LAST_SINGLE;
 }
 
-// The factors of the tile's rows from m0 on, one or two a lane.
+// Of the tile's rows from m0 on, one or two a lane.
 struct RowInputs {
-  Factors f;
+  float fold;
   u32 amax;
 };
 
-FP4_D void load_factors(const Gradient& a, u32 m0, u32 lane, float g_common, float z_common,
-                        RowInputs* in) {
+FP4_D void load_factors(const Gradient& a, u32 m0, u32 lane, RowInputs* in) {
 FP4_UNROLL
   for (u32 k = 0; k < SPAN / 32; ++k) {
     const u32 m = m0 + k * 32 + lane;
-    in[k].f = factors_at(a, m, g_common, z_common);
+    in[k].fold = fold_at(a, m);
     in[k].amax = DMODE == 1 && m < (u32)a.rows ? a.row_amax[m] : 0u;
   }
 }
 
-FP4_D void store_factors(const Gradient& a, Warp& w, u32 m0, const RowInputs* in, float4* row) {
+FP4_D void store_factors(const Gradient& a, Warp& w, u32 m0, const RowInputs* in, float2* row) {
   u32 largest = 0;
   __syncwarp();
 FP4_UNROLL
   for (u32 k = 0; k < SPAN / 32; ++k) {
     const u32 byte = e8m0<E4M3>(in[k].amax), m = m0 + k * 32 + w.lane;
-    row[k * 32 + w.lane] = {shrink_factor(byte), in[k].f.fold, in[k].f.g, in[k].f.z};
+    row[k * 32 + w.lane] = {shrink_factor(byte), in[k].fold};
     largest = max_u(largest, byte);
     if (DMODE == 1 && w.n0 == 0 && m < (u32)a.rows) a.d_factor[m] = e8m0_value(byte);
     // Padding at the end of d's rows belongs to no thread of ALIGNED columns.
@@ -418,7 +336,7 @@ FP4_UNROLL
 
 #if WMODE == 2
 // Values, not what was read, wait for the block's maxima.
-constexpr bool HELD = ACT || XD != BF16;
+constexpr bool HELD = XD != BF16;
 constexpr u32 DEPTH = HELD ? 4 : 8;  // rows of a thread that are read ahead
 
 FP4_D u32 row_of(u32 k) { return k / 4 * 16 + k % 4; }  // row k of a thread, in the tile
@@ -434,7 +352,7 @@ FP4_D void quantize_blocks(const Gradient& a, Warp& w, const Columns& columns, u
 FP4_UNROLL
     for (u32 j = 0; j < 4; ++j) {
 FP4_UNROLL
-      for (u32 k = 0; k < 8; ++k) pair[j] = max_magnitudes(pair[j], raw[k % DEPTH].g.w[j]);
+      for (u32 k = 0; k < 8; ++k) pair[j] = max_magnitudes(pair[j], raw[k % DEPTH].w[j]);
       pair[j] = max_magnitudes(pair[j], __shfl_xor_sync(ALL_LANES, pair[j], 8));
       pair[j] = max_magnitudes(pair[j], __shfl_xor_sync(ALL_LANES, pair[j], 16));
       amax[2 * j] = pair[j] << 16, amax[2 * j + 1] = pair[j] & 0xffff0000u;
@@ -444,13 +362,13 @@ FP4_UNROLL
 FP4_UNROLL
     for (u32 k = 0; k < 8; ++k) {
       if (HELD && k % 4 == 0 && m0 + k * 4 + 16 > rows) clear_past(raw, m + k * 4, rows);
-      const float4 f = w.row[w.rg * 4 + row_of(k)];
+      const float2 f = w.row[w.rg * 4 + row_of(k)];
       float v[8];
-      unscaled8(columns, raw[k % DEPTH], f.w, v);
+      widen8<XD>(raw[k % DEPTH], v);
       if (HELD && k < 4) load_row(a, columns, m + row_of(k + 4), raw[k]);
 FP4_UNROLL
       for (int j = 0; j < 8; ++j) {
-        const float x = FOLD ? mul(v[j], f.y) : ACT && GR ? mul(v[j], f.z) : v[j];
+        const float x = FOLD ? mul(v[j], f.y) : v[j];
         amax[j] = bits(max_magnitude(from_bits(amax[j]), x));
         if (HELD) held[k][j] = v[j];
       }
@@ -473,14 +391,14 @@ FP4_UNROLL
   }
 FP4_UNROLL
   for (u32 p = 0; p < 2; ++p) {
-    const auto get = [&](int r, float z, float* v) {
+    const auto get = [&](int r, float* v) {
       const u32 k = p * 4 + r;
       if (HELD) {
 FP4_UNROLL
         for (int j = 0; j < 8; ++j) v[j] = held[HELD ? k : 0][j];
         return 0u;
       }
-      unscaled8(columns, raw[k % DEPTH], z, v);
+      widen8<XD>(raw[k % DEPTH], v);
       const u32 largest_of_row = PACKED && DMODE == 2 ? largest8(raw[k % DEPTH]) : 0u;
       load_row(a, columns, next + w.rg * 4 + row_of(k), raw[k % DEPTH]);
       return largest_of_row;
@@ -498,7 +416,7 @@ FP4_D u32 row_of(u32 k) { return k; }
 
 extern "C" __global__ void __launch_bounds__(256, 2) quantize_gradient(Gradient a) {
   __shared__ uint4 tiles[WARPS][WMODE ? 256 : 1];
-  __shared__ float4 row_factors[WARPS][SPAN];
+  __shared__ float2 row_factors[WARPS][SPAN];
   __shared__ float part[SUMS ? DOWN : 1][SUMS ? ACROSS * 64 : 1];
   const u32 warp = threadIdx.x / 32, rows = (u32)a.rows;
   Warp w;
@@ -514,10 +432,9 @@ FP4_UNROLL
   const u32 first = blockIdx.y * (u32)a.chunk + warp / ACROSS * SPAN;
   const u32 last = min_u((blockIdx.y + 1) * (u32)a.chunk, end);
   const Columns columns = columns_at(a, w.n);
-  const float g_common = common_factor(a.g, GC), z_common = common_factor(a.z, ZC);
   if (WMODE == 1) column_scales(a, w, blockIdx.y == 0 && warp < ACROSS && w.rg == 0);
   RowInputs inputs[SPAN / 32];
-  load_factors(a, first, w.lane, g_common, z_common, inputs);
+  load_factors(a, first, w.lane, inputs);
   Raw raw[DEPTH];
 FP4_UNROLL
   for (u32 k = 0; k < DEPTH; ++k) {
@@ -527,7 +444,7 @@ FP4_UNROLL
   for (u32 m0 = first; m0 < last; m0 += DOWN * SPAN) {
     store_factors(a, w, m0, inputs, row_factors[warp]);
 #if WMODE == 2
-    load_factors(a, m0 + DOWN * SPAN, w.lane, g_common, z_common, inputs);
+    load_factors(a, m0 + DOWN * SPAN, w.lane, inputs);
     quantize_blocks(a, w, columns, m0, m0 + DOWN * SPAN, raw);
     if (HELD)
 FP4_UNROLL
@@ -540,9 +457,9 @@ FP4_UNROLL
       const u32 m = m0 + p * 16 + w.rg * 4;
       const u32 next = p + 1 < PASSES ? m + 16 : m + DOWN * SPAN - p * 16;
       if (m + 4 > rows) clear_past(raw, m, rows);
-      if (p + 1 == PASSES) load_factors(a, m0 + DOWN * SPAN, w.lane, g_common, z_common, inputs);
-      const auto get = [&](int r, float z, float* v) {
-        unscaled8(columns, raw[r], z, v);
+      if (p + 1 == PASSES) load_factors(a, m0 + DOWN * SPAN, w.lane, inputs);
+      const auto get = [&](int r, float* v) {
+        widen8<XD>(raw[r], v);
         load_row(a, columns, next + r, raw[r]);
         return DMODE == 2 ? largest8(v) : 0u;
       };

@@ -43,13 +43,6 @@ FP4_D u32 max_magnitudes(u32 m, u32 x) {
 #endif
 }
 
-// a * b, at most the largest number where both are finite.
-FP4_D float product(float a, float b) {
-  const float p = mul(a, b);
-  const bool over = magnitude(p) == INFINITE && magnitude(a) < INFINITE && magnitude(b) < INFINITE;
-  return over ? from_bits((bits(p) & ~MAGNITUDE) | bits(LARGEST)) : p;
-}
-
 // ---- reading ahead ----------------------------------------------------------------------------
 
 // 16 bytes where `exists`, else what `raw` held before; data that is read once.

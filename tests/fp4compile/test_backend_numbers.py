@@ -20,7 +20,10 @@ from backend_models import (
     same,
     step,
 )
+from fp4compile.kernels.layer import Layer
 from torch import nn
+from torch._inductor import config as inductor_config
+from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 from torch.utils.checkpoint import checkpoint
 
 import fp4compile as fp4
@@ -40,6 +43,37 @@ def twins(*kinds, n=2):
     for net in nets[1:]:
         net.load_state_dict(nets[0].state_dict())
     return nets
+
+
+# The hidden gradient ------------------------------------------------------------------------------
+
+
+class Glu(nn.Module):
+    def __init__(self, d=D):
+        super().__init__()
+        self.gate, self.up = nn.Linear(d, 2 * d), nn.Linear(d, 2 * d, bias=False)
+        self.down = nn.Linear(2 * d, d)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+@pytest.mark.parametrize("kind", [Mlp, Glu])
+@pytest.mark.parametrize("recipe", ["fp8-exact", "thinking-machines"])
+def test_a_stored_hidden_gradient_is_written_over_the_product(kind, recipe, monkeypatch):
+    """As on a GPU, in BF16: Inductor's in-place kernels give the bits of the functional graph."""
+    monkeypatch.setattr(Layer, "stores_hidden_gradient", True)
+    net, got = kind().bfloat16(), []
+    for compiler in ("aot_eager", "inductor"):
+        torch._dynamo.reset()
+        net.zero_grad(set_to_none=True)
+        call = compiled(net, low(recipe), compiler=compiler)
+        with fresh_inductor_cache(), inductor_config.patch(fallback_random=True):
+            (results, sources) = run_and_get_code(step, net, call, X.bfloat16(), seed=3)
+        got.append(results)
+    assert same(*got)
+    op = "glu_grad_" if kind is Glu else "act_grad_"
+    assert sum(source.count(f"torch.ops.fp4.{op}.default(") for source in sources) == 1
 
 
 # Seeds ---------------------------------------------------------------------------------------------

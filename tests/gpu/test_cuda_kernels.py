@@ -83,7 +83,8 @@ def test_activations(act: str, dtype: torch.dtype) -> None:
     for shape in ((9, 80), (130, 2048)):
         cases.check_activation(act, False, dtype, GPU, shape)
         cases.check_activation(act, True, dtype, GPU, shape)
-        cases.check_activation_gradient(act, dtype, GPU, shape)
+        cases.check_act_grad(act, False, dtype, GPU, shape)
+        cases.check_act_grad(act, True, dtype, GPU, shape)
 
 
 def test_streams_and_graphs() -> None:

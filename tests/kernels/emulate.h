@@ -17,11 +17,10 @@
 
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
-struct float4 { float x, y, z, w; };
+struct float2 { float x, y; };
 struct Index { unsigned x, y, z; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
-inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 static Index threadIdx, blockIdx, blockDim, gridDim;
 

@@ -14,6 +14,7 @@ HERE = Path(__file__).parent
 KERNELS = {
     "rows.cu": {"quantize_rows": "Rows"},
     "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles"},
+    "hidden.cu": {"hidden_gradient": "Hidden"},
     "gradient.cu": {
         "gradient_amax": "Gradient",
         "quantize_gradient": "Gradient",

@@ -90,9 +90,11 @@ def gradient_cases(t: Tensors) -> Iterator[Case]:
             rest = (d, w, form(d), form(w), sums, SEED, STREAM)
             yield "quantize_grad", (t.g.bfloat16() if sums else t.g, fold, *rest)
             yield "act_grad_quantize", (t.g, t.row, t.col, *term, act, fold, *rest)
+            yield "act_grad", (t.g, t.row, t.col, *term, act, fold, sums)
         forms = (form(d), form(w)) * 2
         both = (*term, *t.terms[(i + 1) % 4], act, None, t.row, d, w, d, w, *forms, True, True)
         yield "glu_grad_quantize", (t.g, None, t.wide, *both, SEED, STREAM)
+        yield "glu_grad", (t.g, None, t.wide, *both[:11], i % 2 == 0)
 
 
 def product_cases(t: Tensors) -> Iterator[Case]:

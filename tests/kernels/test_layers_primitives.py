@@ -37,7 +37,19 @@ def describe(case: Case) -> str:
 
 
 def test_every_primitive_has_a_case() -> None:
-    assert {name for name, _ in every_case(Tensors(3, 4))} == set(primitives.NAMES)
+    """Those that write over their input do what the ones without the underscore do."""
+    names = {name.removesuffix("_") for name in primitives.NAMES}
+    assert {name for name, _ in every_case(Tensors(3, 4))} == names
+
+
+@pytest.mark.parametrize("name", ["act_grad", "glu_grad"])
+def test_results_written_over_the_input(name: str) -> None:
+    for case, (g, *rest) in every_case(Tensors(21, 40)):
+        if case == name:
+            dz, *others = getattr(fp4, name)(g, *rest)
+            over = g.clone()
+            again = getattr(fp4, f"{name}_")(over, *rest)
+            assert all(same_bits(a, b) for a, b in zip((dz, *others), (over, *again)))
 
 
 @needs_native
@@ -118,7 +130,9 @@ TOOLS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 
 def opcheck_cases() -> list[Case]:
-    return [("quantize", (data(3, 0), "nvfp4:row", "f32", True)), *every_case(Tensors(21, 40))]
+    cases = every_case(Tensors(21, 40))
+    over = [(f"{n}_", (a[0].clone(), *a[1:])) for n, a in cases if n in ("act_grad", "glu_grad")]
+    return [("quantize", (data(3, 0), "nvfp4:row", "f32", True)), *cases, *over]
 
 
 @pytest.mark.parametrize("name", primitives.NAMES)
@@ -215,4 +229,4 @@ def test_without_a_compiler(tmp_path) -> None:
 def test_gradient_formats_are_covered() -> None:
     """Both orientations stochastic, one left out, both left out, rotated, nearest."""
     pairs = {(bool(d), bool(w)) for d, w in GRADIENTS}
-    assert len(pairs) == 4 and len(list(gradient_cases(Tensors(3, 4)))) == 5 * len(GRADIENTS)
+    assert len(pairs) == 4 and len(list(gradient_cases(Tensors(3, 4)))) == 8 * len(GRADIENTS)
