@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import cli_inspect
+from . import cli_inspect, cli_warmup
 from .cli_bench import app as bench_app
 from .cli_policy import app as policy_app
 
@@ -17,3 +17,4 @@ app.add_typer(policy_app, name="policy")
 app.add_typer(bench_app, name="bench")
 app.command()(cli_inspect.doctor)
 app.command()(cli_inspect.explain)
+app.command()(cli_warmup.warmup)

@@ -93,6 +93,24 @@ def _gpus() -> Found:
         yield "ok", f"cuda:{index} {name}, sm_{major}{minor}"
 
 
+def _kernels() -> Found:
+    from .kernels import cuda_loader
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found, reason = cuda_loader.compiler_available()
+    if not found:
+        what = "CUDA tensors use the PyTorch reference, slowly" if gpus else "needed on GPUs only"
+        yield "missing", f"{reason}; {what}"
+        return
+    architectures = ", ".join(cuda_loader.ARCHITECTURES)
+    yield "ok", f"NVRTC {cuda_loader.version()} builds them when first used, for {architectures}"
+    for index in range(gpus):
+        ok, reason = cuda_loader.available(index)
+        slow = "its tensors use the PyTorch reference, slowly"
+        text = "a kernel was built and loaded" if ok else f"{reason}; {slow}"
+        yield ("ok" if ok else "missing"), f"cuda:{index}: {text}"
+
+
 def _engines() -> Found:
     from .kernels.engines import choose
     from .policy import Policy, recipes
@@ -114,5 +132,6 @@ CHECKS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("C++ compiler", _compiler),
     ("cache", _cache),
     ("GPU", _gpus),
+    ("CUDA kernels", _kernels),
     ("engines", _engines),
 )

@@ -146,6 +146,16 @@ def _team(blocks: int, mode: int, same: bool) -> Team:
     return Team(512, 0, 1, 1)
 
 
+def row_team(padded: int, mode: int, same: bool) -> tuple[Team, dict[str, int]]:
+    """The team for rows of ``padded`` columns, and its defines for rows on 16-byte boundaries."""
+    team = _team(padded // 16, mode, same)
+    return team, {
+        "BLOCKS": team.held, "WIDE": 1, "STAGES": team.stages, "CTAS": team.ctas,
+        "THREADS": team.threads if team.held else 0,
+        "FULL": int(padded == 16 * team.threads * team.held),
+    }  # fmt: skip
+
+
 # Blocks of a thread and the most threads, in order of preference.
 TEAMS = {True: ((1, 64), (2, 512), (4, 512)), False: ((1, 64), (2, 512))}
 
@@ -209,7 +219,7 @@ def _quantize_rows(
         other, _, wide_up = _term(up, keep)
         wide = wide and wide_up
     mode = _row_mode(fmt)
-    team = _team(padded // 16, mode, act is None and up is None and not _parts(x))
+    team, shape = row_team(padded, mode, act is None and up is None and not _parts(x))
     arguments = Rows(
         term, other, rows, cols, padded, _pointer(amax), codes.data_ptr(),
         scales.data_ptr(), _pointer(factor), None if same else _pointer(operand),
@@ -217,9 +227,7 @@ def _quantize_rows(
     defines = {
         "XD": dtype, "MODE": mode, "OPERAND": 0 if same else FORMS[form], "ACT": ACTS[act],
         "GATED": int(up is not None), "TERM": _parts(x), "UP": 0 if up is None else _parts(up),
-        "BLOCKS": team.held, "WIDE": int(wide and cols == padded), "STAGES": team.stages,
-        "CTAS": team.ctas, "THREADS": team.threads if team.held else 0,
-        "FULL": int(padded == 16 * team.threads * team.held),
+        **shape, "WIDE": int(wide and cols == padded),
     }  # fmt: skip
     device, shared = x[0].device, 0
     if defines["WIDE"] and team.held:

@@ -117,19 +117,20 @@ def _options(defines: Defines, arch: str) -> list[str]:
     return [
         f"--gpu-architecture={arch}",
         *OPTIONS,
-        *(f"-D{name}={value}" for name, value in defines),
+        *(f"-D{name}={value}" for name, value in sorted(defines)),
     ]
 
 
 @cache_function
-def _version() -> str:
+def version() -> str:
+    """NVRTC's, such as "13.0"."""
     return ".".join(str(v) for v in _nvrtc().nvrtcVersion()[1:])
 
 
 def cubin(file: str, defines: Defines, arch: str) -> bytes:
     """As `build`, through the cache on disk."""
     sources = [(HERE / name).read_bytes() for name in (file, *HEADERS)]
-    key = cache.key(*sources, *_options(defines, arch), _version())
+    key = cache.key(*sources, *_options(defines, arch), version())
     path = cache.fetch(f"{Path(file).stem}-{arch}-{key}.cubin", lambda: build(file, defines, arch))
     payload = cache.read(path)
     return payload if payload is not None else build(file, defines, arch)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from . import cuda_loader
+from collections.abc import Iterator
+
+from . import cuda_kernels, cuda_loader
 
 
-def variants() -> list[tuple[str, dict[str, int]]]:
-    """Source files and defines that the recipes use with BF16 tensors; for `warm` and CI."""
-    rows = [
-        {"XD": 1, "MODE": mode, "OPERAND": form, "ACT": act, "GATED": gated, "TERM": term,
-         "UP": term * gated, "BLOCKS": held, "WIDE": int(held > 0), "STAGES": 2 if held else 1,
-         "CTAS": 2 if held == 1 else 1, "THREADS": 128 * (held > 0), "FULL": int(held > 0)}
+def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int]]]:
+    """Source files and defines that the recipes use with BF16 tensors of ``widths`` columns."""
+    kinds = [
+        (mode, form, act, gated, term)
         for mode, form in ((0, 0), (0, 2), (1, 2), (5, 0), (5, 1), (5, 2), (3, 2), (4, 0), (4, 2))
         for act, gated, term in ((0, 0, 0), (1, 0, 3), (1, 0, 11), (2, 0, 3), (5, 1, 3))
-        for held in (1, 2, 0)
     ]
+    rows = [
+        {"XD": 1, "MODE": mode, "OPERAND": form, "ACT": act, "GATED": gated, "TERM": term,
+         "UP": term * gated, **cuda_kernels.row_team(width, mode, not act)[1]}
+        for mode, form, act, gated, term in kinds for width in widths
+    ]  # fmt: skip
     tensors = [{"XD": xd, "OPERAND": form} for xd in (0, 1) for form in (0, 2)]
     hidden = [
         {"XD": 1, "ZD": 1, "ACT": act, "GATED": gated, "GT": 3 * amax, "ZT": term,
@@ -41,9 +45,9 @@ def variants() -> list[tuple[str, dict[str, int]]]:
     return [(file, defines) for file, group in groups.items() for defines in group]
 
 
-def warm(arch: str) -> int:
-    """Compile every usual variant for ``arch`` into the cache (no GPU needed); their number."""
-    todo = variants()
-    for file, defines in todo:
-        cuda_loader.cubin(file, tuple(defines.items()), arch)
-    return len(todo)
+def warm(arch: str, widths: tuple[int, ...]) -> Iterator[int]:
+    """Compile the usual variants for ``arch`` into the cache, no GPU needed; yields those left."""
+    todo = {(file, tuple(defines.items())) for file, defines in variants(widths)}
+    while todo:
+        cuda_loader.cubin(*todo.pop(), arch)
+        yield len(todo)

@@ -50,7 +50,7 @@ def _scaled_mm(fallback, a, b, engine, m, n, out_dtype):
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
-    if V.graph.cpp_wrapper:
+    if V.graph.cpp_wrapper or 0 in (*a.get_size(), *b.get_size()):
         return fallback(a, b, engine, m, n, out_dtype)
     a, b = (ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(t)) for t in (a, b))
     kernel = ir.ExternKernelOut(

@@ -256,3 +256,13 @@ def test_the_quantizers_codes_are_the_public_ones():
     for got in (compiled_op(x), torch.ops.fp4.quantize(x, "nvfp4:row:fp8_exact", "none", False)[:3]):
         assert torch.equal(got[0], q.codes) and torch.equal(got[1], q.scales)
         assert torch.equal(got[2], q.outer)
+
+
+@pytest.mark.parametrize("kind", [Mlp, Glu])
+def test_an_empty_batch_gives_empty_results_and_zero_gradients(kind):
+    net = kind()
+    call = compiled(net, low("fp8-exact"), compiler="inductor")
+    x = torch.randn(0, D, requires_grad=True)
+    call(x).sum().backward()
+    assert x.grad.shape == (0, D)
+    assert all(p.grad.shape == p.shape and not p.grad.any() for p in net.parameters())

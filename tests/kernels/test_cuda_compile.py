@@ -7,9 +7,14 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import emulated
 import pytest
 import torch
-from fp4compile.kernels import cuda_loader, cuda_variants
+from fp4compile.kernels import cuda_kernels, cuda_loader, cuda_variants
+from fp4compile.kernels.formats import TensorFormat
+from typer.testing import CliRunner
+
+from fp4compile.cli import app
 
 FOUND, REASON = cuda_loader.compiler_available()
 needs_nvrtc = pytest.mark.skipif(not FOUND, reason=REASON)
@@ -101,6 +106,28 @@ def test_cubins_are_kept_and_a_bad_source_is_one_line(tmp_path: Path, monkeypatc
     with pytest.raises(cuda_loader.EngineError, match="tensors.cu for sm_90a: .*error") as raised:
         cuda_loader.build(file, (("XD", 77),), "sm_90a")
     assert "\n" not in str(raised.value)
+
+
+@needs_nvrtc
+def test_warmup_fills_the_cache_with_what_a_run_asks_for(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("FP4COMPILE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cuda_variants, "variants", lambda widths: [SAMPLE[3]])
+    result = CliRunner().invoke(app, ["warmup", "--arch", "sm_90a"])
+    assert result.exit_code == 0 and "sm_90a: 1 kernels" in result.output
+    monkeypatch.setattr(cuda_loader, "build", lambda *a: pytest.fail("built again"))
+    file, defines = SAMPLE[3]
+    cuda_loader.cubin(file, tuple(reversed(defines.items())), "sm_90a")
+
+
+def test_row_variants_are_those_of_the_launch(monkeypatch) -> None:
+    """What `variants` names is what `quantize` asks the loader for."""
+    asked = []
+    emulated.install(monkeypatch)
+    monkeypatch.setattr(cuda_loader, "launch", lambda f, k, defines, *rest: asked.append(defines))
+    x = torch.zeros(2, 4096, dtype=torch.bfloat16)
+    cuda_kernels.quantize(x, TensorFormat.parse("nvfp4:row:fp8_exact:half"), "e4m3")
+    known = {tuple(sorted(d.items())) for _, d in cuda_variants.variants()}
+    assert asked and all(tuple(sorted(d)) in known for d in asked)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
