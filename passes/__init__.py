@@ -7,6 +7,7 @@ sees it. In the order of their work:
 |---|---|---|
 | `sites` | `find_sites(gm)`: linears in every spelling, in every inner graph | sites |
 | `spellings` | `calls(node)`: linear, addmm, matmul, einsum as x and weight | operands |
+| `autocast` | `autocast_at(node, device, calls)`: whether operands are cast | bool |
 | `weights` | `weight_of(node)`: the parameter behind casts and transposes | parameter |
 | `names` | `layer_name(site)`, `param_source(site)`: which layer it is | names, sources |
 | `activations` | `recognise(out, inputs)`: what the nodes between linears compute | activation |

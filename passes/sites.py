@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import names, spellings
+from .autocast import autocast_at
 from .nodes import TRANSFORMS, graph_modules, is_tensor, op, shape, value
 from .weights import DTYPES, weight_of
 
@@ -128,7 +129,8 @@ def _site(
         out=node,
         origins=origins or (source,),
     )
-    site.refused = call.refused or weight.refused or _refusal(site)
+    refused = call.refused or weight.refused or _refusal(site)
+    site.refused = refused or _mixed_dtypes(node, call, calls)
     if call.kind in ("matmul", "einsum") and not site.refused:
         _absorb_bias(site)
     return site
@@ -149,6 +151,16 @@ def _refusal(site: Site) -> str | None:
     if site.bias is not None and shape(site.bias) != (site.out_features,):
         return f"the bias is not a vector of {site.out_features} elements"
     return None
+
+
+def _mixed_dtypes(node: Node, call: spellings.Call, calls: names.Callers) -> str | None:
+    """Outside of autocast torch refuses operands of different dtypes: its error must appear."""
+    operands = {"input": call.x, "weight": call.weight, "bias": call.bias}
+    dtypes = {what: value(n).dtype for what, n in operands.items() if is_tensor(n)}
+    if len(set(dtypes.values())) == 1 or autocast_at(node, value(call.x).device.type, calls):
+        return None
+    words = [f"{what} {str(dtype).removeprefix('torch.')}" for what, dtype in dtypes.items()]
+    return f"different dtypes outside of autocast ({', '.join(words)}): torch refuses them"
 
 
 def _tensor_refusal(what: str, node: Node) -> str | None:

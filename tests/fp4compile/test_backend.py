@@ -329,3 +329,19 @@ def test_mlp_and_block_of_one(graphs):
     for model in (Mlp(), Block()):
         compiled(model)(X)
     assert graphs.count == 2
+
+
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_a_users_dtype_mismatch_stays_torchs_error(compiler):
+    """BF16 inputs of an FP32 model without autocast; rewritten, they would give BF16 silently."""
+    x = batch().bfloat16()
+    net = Mlp()
+    with pytest.raises(RuntimeError, match="same dtype"):
+        compiled(net, compiler=compiler)(x)
+    assert "outside of autocast (input bfloat16, weight float32" in fp4.explain(net)["up"].reason
+    with pytest.raises(fp4.PrecisionError, match="'up'.*outside of autocast"):
+        compiled(Mlp(), policy(strict=True), compiler=compiler)(x)
+    net = Mlp()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert compiled(net, policy(strict=True), compiler=compiler)(x).dtype == torch.bfloat16
+    assert schemes(net) == {"up": "low", "down": "low"}

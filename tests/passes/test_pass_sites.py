@@ -3,8 +3,9 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from pass_capture import by_name, compiled, same_as_eager
+from pass_capture import by_name, compiled, everything, same_as_eager
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 class Weights(nn.Module):
@@ -227,3 +228,70 @@ def test_layers_that_the_policy_leaves_say_the_rule():
     assert (run.row("0").status, run.row("0").scheme_name) == ("rewritten", "mxfp8")
     assert (run.row("2").status, run.row("2").reason) == ("left", "match: 2")
     assert run.results[0].reasons == {"match: 2": 1}
+
+
+class Dtypes(nn.Module):
+    """A linear whose input, weight and bias have dtypes of their own; autocast within or not."""
+
+    def __init__(self, weight, bias=None, inside=None):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(48, 32, dtype=weight))
+        self.b = nn.Parameter(torch.randn(48, dtype=bias)) if bias else None
+        self.inside = inside
+
+    def forward(self, x):
+        if self.inside is None:
+            return F.linear(x, self.w, self.b)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.inside):
+            return F.linear(x, self.w, self.b)
+
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+
+
+@pytest.mark.parametrize(
+    "x, weight, bias", [(BF16, F32, None), (F32, BF16, BF16), (F16, BF16, None), (BF16, BF16, F32)]
+)
+@pytest.mark.parametrize("inside", [None, False])
+def test_different_dtypes_are_left_to_torchs_error(x, weight, bias, inside):
+    seen = []
+
+    def decide(site, role):
+        seen.append(site)
+        return everything(site, role)
+
+    with pytest.raises(RuntimeError, match="same dtype"):
+        compiled(Dtypes(weight, bias, inside), torch.randn(4, 32, dtype=x), decide=decide)
+    (site,) = seen
+    names = [str(dtype).removeprefix("torch.") for dtype in (x, weight, bias) if dtype]
+    words = ", ".join(f"{a} {b}" for a, b in zip(("input", "weight", "bias"), names))
+    assert site.refused == f"different dtypes outside of autocast ({words}): torch refuses them"
+
+
+@pytest.mark.parametrize("inside", [None, True])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_different_dtypes_are_rewritten_under_autocast(inside, checkpointed):
+    model = Dtypes(F32, F32, inside)
+    call = (lambda x: checkpoint(model, x, use_reentrant=False)) if checkpointed else model
+    with torch.autocast("cpu", torch.bfloat16, enabled=inside is None):
+        run = compiled(call, torch.randn(4, 32, dtype=BF16))
+    assert [row.status for row in run.rows] == ["rewritten"] and run.out.dtype == BF16
+
+
+def test_autocast_of_another_device_or_left_again_casts_nothing():
+    def forward(m, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = F.linear(x, m.nk)
+            with torch.autocast("cuda", torch.float16, enabled=False):
+                y = y + F.linear(x, m.nk)
+        return y + F.linear(x, m.nk.to(x.dtype)) + F.linear(x, m.nk)
+
+    reasons = []
+
+    def decide(site, role):
+        reasons.append(bool(site.refused))
+        return everything(site, role)
+
+    with pytest.raises(RuntimeError, match="same dtype"):
+        compiled(Weights(forward), torch.randn(4, 32, dtype=BF16), decide=decide)
+    assert reasons == [False, False, False, True]
