@@ -16,7 +16,6 @@ from .cli_errors import one_line_errors
 from .kernels.errors import PolicyError
 
 if TYPE_CHECKING:
-    from rich.table import Table
     from torch import nn
 
     from .policy import Policy, Resolution
@@ -65,13 +64,11 @@ def check(
     if model is None:
         typer.echo(f"{file}: good ({_summary(policy)})")
         return
-    from rich.console import Console
-
     net = build(model)
     resolution = policy.resolve(net, step)
     for warning in resolution.warnings:
         typer.secho(f"warning: {warning}", fg="yellow", err=True)
-    Console().print(_table(resolution, f"recipe {policy.recipe_name}: "))
+    typer.echo(_table(resolution))
     typer.echo(f"{file}: good ({_summary(policy)})")
 
 
@@ -134,23 +131,25 @@ def _summary(policy: Policy) -> str:
     return ", ".join([*parts, *["strict"] * policy.strict])
 
 
-def _table(resolution: Resolution, prefix: str) -> Table:
-    """Layers of equal name (numbers aside) and equal stamp in one row."""
-    from rich.markup import escape
-    from rich.table import Table
+def _table(resolution: Resolution) -> str:
+    """Layers of equal name (numbers aside) and equal stamp in one row; rules by number below."""
+    from .tables import Notes, table, terminal_width
 
-    table = Table("layer", "layers", "in an MLP chain", "otherwise", "rule")
-    for (name, chain, plain, rule), count in _rows(resolution).items():
-        rule = rule.replace(prefix, "recipe: ")
-        table.add_row(*map(escape, (name, str(count), chain, plain, rule)))
-    return table
+    notes, width = Notes(), terminal_width()
+    rows = [
+        (name, str(count), chain, plain, notes.refer(rules))
+        for (name, chain, plain, rules), count in _rows(resolution).items()
+    ]
+    flexible = ("layer", "in an MLP chain", "otherwise")
+    lines = table(("layer", "layers", *flexible[1:], "why"), rows, width, flexible)
+    return "\n".join([*lines, "", "why:", *notes.lines(width), ""])
 
 
-def _rows(resolution: Resolution) -> Counter[tuple[str, str, str, str]]:
+def _rows(resolution: Resolution) -> Counter[tuple[str, str, str, tuple[str, str]]]:
     return Counter(_row(name, stamp) for name, stamp in resolution.items())
 
 
-def _row(name: str, stamp: Stamp) -> tuple[str, str, str, str]:
-    rules = dict.fromkeys((stamp.chain.rule, stamp.plain.rule))
+def _row(name: str, stamp: Stamp) -> tuple[str, str, str, tuple[str, str]]:
+    rules = stamp.chain.rule, stamp.plain.rule
     pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
-    return pattern, stamp.chain.scheme_name, stamp.plain.scheme_name, "\n".join(rules)
+    return pattern, stamp.chain.scheme_name, stamp.plain.scheme_name, rules

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from . import report
 from .blocks import weight_shape
@@ -15,7 +15,7 @@ from .choice import Choice
 from .kernels.formats import GEMMS, Scheme
 from .kernels.layer import Layer, acc_dtype
 from .passes import rewrite
-from .passes.nodes import is_tensor, value
+from .passes.nodes import graph_modules, is_tensor, transposes, value
 from .passes.sites import Site
 from .roots import Place
 from .saved import activation_bytes, weight_bytes
@@ -52,13 +52,10 @@ class Described:
 
 def describe(choice: Choice, rows: list[rewrite.Row], gm: GraphModule) -> list[Described]:
     """One row for each question that the passes asked, and for layers inside other operations."""
-    seen: set = set()
+    sizes = _all_bytes(choice, rows, gm)
     described = []
-    last = {row.chain: row for row in rows}
-    for asked, row in zip(choice.asked, rows, strict=True):
+    for asked, row, (saved, original) in zip(choice.asked, rows, sizes, strict=True):
         scheme = asked.decision.scheme
-        hidden = row.chain is not None and row is not last[row.chain]
-        saved, original = _bytes(asked.site, row, scheme, hidden, seen)
         full = report.Row(
             asked.place.name if asked.place is not None else row.fqn,
             row.kind, row.shape, row.scheme, row.scheme_name, row.rule,
@@ -94,26 +91,58 @@ def _engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
     return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
-def _bytes(
-    site: Site, row: rewrite.Row, scheme: Scheme, hidden: bool, seen: set
-) -> tuple[int, int]:
-    """Bytes kept for backward, now and without the rewrite; a shared input counts once.
-
-    ``hidden``: the layer's output is kept as well, for the derivative of a chain's activation.
-    """
-    x, n, k, dtype = value(site.x), site.out_features, site.in_features, _dtype(site)
+def _all_bytes(
+    choice: Choice, rows: list[rewrite.Row], gm: GraphModule
+) -> list[tuple[int, int]]:
+    """`_bytes` of every row. An input that a layer keeps as it is counts there, not where the same
+    input was rewritten: layers that stay are asked first."""
     if not torch.is_grad_enabled():
-        return 0, 0
-    m = math.prod(_hint(d) for d in x.shape[:-1])
-    output = m * n * acc_dtype(dtype).itemsize if hidden else 0
+        return [(0, 0)] * len(rows)
+    last = {row.chain: row for row in rows}
+    results = _kept_as_results(gm)
+    found, seen = [(0, 0)] * len(rows), set[tuple]()
+    for i in sorted(range(len(rows)), key=lambda i: rows[i].status == "rewritten"):
+        asked, row = choice.asked[i], rows[i]
+        found[i] = _bytes(asked.site, row, asked.decision.scheme, seen)
+        if row.chain is not None and row is not last[row.chain]:
+            saved, original = _hidden_bytes(asked.site)
+            kept = 0 if asked.site.weight in results else original
+            found[i] = found[i][0] + saved, found[i][1] + kept
+    return found
+
+
+def _bytes(site: Site, row: rewrite.Row, scheme: Scheme, seen: set[tuple]) -> tuple[int, int]:
+    """Bytes kept for backward, now and without the rewrite; a shared input counts once."""
+    k, dtype, m = site.in_features, _dtype(site), _tokens(site)
+    same = row.status != "rewritten"
+    form = () if same or not scheme.wgrad else (scheme.fprop and scheme.fprop[0], scheme.wgrad[1])
+    now, before = (site.x, "now", *form), (site.x, "before")
     original = m * k * dtype.itemsize
-    key = (site.x, scheme.fprop and scheme.fprop[0], scheme.wgrad and scheme.wgrad[1])
-    fresh, fresh_original = key not in seen, site.x not in seen
-    seen.update((key, site.x))
-    if row.status != "rewritten":
-        return original * fresh_original, original * fresh_original
-    saved = activation_bytes(scheme, m, k, dtype) * fresh + weight_bytes(scheme, n, k)
-    return saved + output, original * fresh_original
+    saved = original if same else activation_bytes(scheme, m, k, dtype)
+    saved, original = saved * (now not in seen), original * (before not in seen)
+    seen.update((now, before))
+    return saved if same else saved + weight_bytes(scheme, site.out_features, k), original
+
+
+def _hidden_bytes(site: Site) -> tuple[int, int]:
+    """A chain's pre-activation, kept for the activation's derivative: now and originally."""
+    elements, dtype = _tokens(site) * site.out_features, _dtype(site)
+    return elements * acc_dtype(dtype).itemsize, elements * dtype.itemsize
+
+
+def _kept_as_results(gm: GraphModule) -> set[Node]:
+    """First weights of the chains that originally keep no pre-activation.
+
+    relu's derivative needs only its result, which the second layer keeps anyway.
+    """
+    chain = torch.ops.fp4.linear_act_linear.default
+    nodes = [n for _, graph in graph_modules(gm) for n in graph.graph.nodes if n.target is chain]
+    weights = [n.args[1] for n in nodes if "relu" in n.args]
+    return {w.args[0] if transposes(w) else w for w in weights}
+
+
+def _tokens(site: Site) -> int:
+    return math.prod(_hint(d) for d in value(site.x).shape[:-1])
 
 
 def _hint(d) -> int:

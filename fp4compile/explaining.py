@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from . import dynamo, stamping, watching
@@ -27,7 +27,7 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 def explain(
     model: nn.Module,
-    args: Sequence = (),
+    args: Sequence | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     policy: Policy | str | Path | Mapping | None = None,
 ) -> Report:
@@ -36,12 +36,17 @@ def explain(
     With example inputs the model is captured and rewritten, not compiled, and runs once in its
     original precision; its buffers, stamps and the random state are as before. Without, a model
     that was compiled with backend "fp4" and has run gives the report of those graphs.
+    ``args``: positional inputs; a tensor alone is the only one.
     ``policy``: a `Policy`, a file's path or a dict; default: the model's stamps, else the recipe
     fp8-exact.
 
     Raises:
-        Fp4Error: where there is neither an example input nor a compiled graph to report on.
+        Fp4Error: where there is neither an example input nor a compiled graph to report on, or
+            ``model`` is no module.
     """
+    if not isinstance(model, nn.Module):
+        _no_module(model)
+    args = (args,) if isinstance(args, Tensor) else args
     inner = unwrap(model)
     if not args and not kwargs and policy is None and reports.of(inner) is not None:
         return _recorded(inner)
@@ -65,6 +70,13 @@ def _takes_nothing(model: nn.Module) -> bool:
     parameters = inspect.signature(model.forward).parameters.values()
     various = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
     return all(p.default is not p.empty or p.kind in various for p in parameters)
+
+
+def _no_module(model: object) -> NoReturn:
+    if isinstance(model, type):
+        name = model.__name__
+        raise Fp4Error(f"explain: {name} is a class: give a module, such as {name}(...)")
+    raise Fp4Error(f"explain: a torch module is needed, not {type(model).__name__}")
 
 
 def _no_inputs(model: nn.Module, why: str) -> NoReturn:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from torch import nn
+
+from .tables import Notes, paragraph, table, terminal_width
 
 
 @dataclass(frozen=True)
@@ -17,9 +20,10 @@ class Row:
     ``fqn`` dotted name; ``kind`` its spelling in the graph; ``shape`` out x in features; ``scheme``
     canonical text; ``scheme_name`` its name in the policy; ``rule`` what chose it; ``engine`` of
     fprop, dgrad and wgrad (one word where they agree); ``saved_bytes`` kept from forward to
-    backward; ``original_bytes`` the same without the rewrite; ``status`` "rewritten", "left" or
-    "not compiled"; ``reason`` why; ``chain`` a number that the layers of one fused chain share;
-    ``refused``: the policy names the layer and the pass could not rewrite it.
+    backward, by a fused chain's activation too; ``original_bytes`` the same where plain
+    `torch.compile` runs the layer; ``status`` "rewritten", "left" or "not compiled"; ``reason``
+    why; ``chain`` a number that the layers of one fused chain share; ``refused``: the policy names
+    the layer and the pass could not rewrite it.
     """
 
     fqn: str
@@ -37,12 +41,12 @@ class Row:
     refused: bool = False
 
 
-COLUMNS = ("layer", "shape", "scheme", "chain", "rule", "engine", "saved", "status", "reason")
+COLUMNS = ("layer", "shape", "scheme", "chain", "engine", "kept", "status", "why")
 
 
 @dataclass
 class Report:
-    """Rows in the order of the graphs; ``str(report)`` is a table."""
+    """Rows in the order of the graphs; ``str(report)`` is a table as wide as the terminal."""
 
     policy: str = ""
     rows: list[Row] = field(default_factory=list)
@@ -69,13 +73,13 @@ class Report:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes that the listed layers keep from forward to backward."""
-        return sum(row.saved_bytes for row in self.rows)
+        """Bytes that the rewritten layers keep from forward to backward."""
+        return sum(row.saved_bytes for row in self.rewritten)
 
     @property
     def original_bytes(self) -> int:
-        """The same without the rewrite."""
-        return sum(row.original_bytes for row in self.rows)
+        """What the same layers keep in plain `torch.compile`."""
+        return sum(row.original_bytes for row in self.rewritten)
 
     def add(self, rows: list[Row], training: bool = True) -> None:
         """Add a graph's rows; a layer compiled again replaces its row.
@@ -109,16 +113,18 @@ class Report:
         ]
 
     def nothing(self) -> str:
-        """One line that says why nothing was rewritten."""
+        """One line that says why nothing was rewritten.
+
+        The commonest reason; those of layers that a rule asks to quantize come before others.
+        """
         if not self.rows:
             return f"policy {self.policy}: nothing was rewritten, no graph holds a linear layer"
-        reasons: dict[str, int] = {}
-        for row in self.rows:
-            reasons[row.reason] = reasons.get(row.reason, 0) + 1
-        most = max(reasons, key=lambda r: reasons[r])
+        asked = [row for row in self.rows if row.refused]
+        reasons = Counter(row.reason for row in asked or self.rows)
+        most, count = reasons.most_common(1)[0]
         return (
             f"policy {self.policy}: nothing was rewritten, {len(self.rows)} linear layers were"
-            f" left ({reasons[most]} of them: {most}); see fp4.explain"
+            f" left ({count} of them: {most}); see fp4.explain"
         )
 
     def as_dicts(self) -> list[dict]:
@@ -128,45 +134,54 @@ class Report:
     def summary(self) -> str:
         """One line: how many layers of how many, and the bytes kept for backward."""
         chains = len({row.chain for row in self.rows if row.chain is not None})
-        saved, before = human(self.saved_bytes), human(self.original_bytes)
-        return (
+        line = (
             f"{len(self.rewritten)} of {len(self.rows)} linear layers rewritten, {chains} fused"
-            f" chains; {saved} kept for backward by these layers (original {before})"
+            f" chain{'s' * (chains != 1)}"
         )
+        if not self.rewritten:
+            return line
+        saved, before = human(self.saved_bytes), human(self.original_bytes)
+        return f"{line}; these layers keep {saved} for backward, {before} in high precision"
 
     def __str__(self) -> str:
-        return render(self)
+        return render(self, terminal_width())
 
 
 def human(n: float) -> str:
-    """Bytes for a person: 1536 -> "1.5 KiB"."""
+    """Bytes for a person, in three digits or four: 1536 -> "1.5 KiB", 131072 -> "128 KiB"."""
     units = ("B", "KiB", "MiB", "GiB", "TiB")
     i = 0
     while n >= 1024 and i < len(units) - 1:
         n, i = n / 1024, i + 1
-    return f"{n:.0f} {units[i]}" if i == 0 else f"{n:.1f} {units[i]}"
+    return f"{n:.0f} {units[i]}" if i == 0 or n >= 100 else f"{n:.1f} {units[i]}"
 
 
-def cells(row: Row) -> tuple[str, ...]:
-    """A row's texts in the order of `COLUMNS`."""
-    chain = "" if row.chain is None else str(row.chain)
-    saved = human(row.saved_bytes) if row.saved_bytes else ""
+def cells(row: Row, notes: Notes, engine: bool) -> tuple[str, ...]:
+    """A row's texts in the order of `COLUMNS`; its rule and its reason become ``notes``."""
     return (
-        row.fqn or "(the model)", row.shape, row.scheme_name, chain, row.rule, row.engine, saved,
-        row.status, row.reason,
+        row.fqn or "(the model)", row.shape, row.scheme_name,
+        "" if row.chain is None else str(row.chain), row.engine if engine else "",
+        human(row.saved_bytes) if row.saved_bytes else "", row.status,
+        notes.refer((row.rule, row.reason)),
     )  # fmt: skip
 
 
-def render(report: Report) -> str:
-    """The report as a table in plain text, one line a layer, and the schemes spelled out below."""
-    table = [COLUMNS, *(cells(row) for row in report.rows)]
-    widths = [max(len(line[i]) for line in table) for i in range(len(COLUMNS))]
-    used = [i for i in range(len(COLUMNS)) if any(line[i] for line in table[1:])] or [0]
-    lines = ["  ".join(line[i].ljust(widths[i]) for i in used).rstrip() for line in table]
-    lines.insert(1, "  ".join("-" * widths[i] for i in used))
-    lines += ["", report.summary()]
+def render(report: Report, width: int) -> str:
+    """The report in plain text: a table, then rules and reasons by number, then the schemes.
+
+    An engine that all layers share is named below instead of in a column.
+    """
+    notes, engines = Notes(), {row.engine for row in report.rewritten}
+    rows = [cells(row, notes, len(engines) > 1) for row in report.rows]
+    lines = table(COLUMNS, rows, width, flexible=("layer", "scheme", "engine"))
+    lines += ["", *paragraph("", report.summary(), width)]
+    if len(engines) == 1:
+        lines.append(f"engine: {engines.pop()}")
+    if report.rows:
+        lines += ["", "why:", *notes.lines(width)]
     schemes = {row.scheme_name: row.scheme for row in report.rows if row.scheme != "original"}
-    lines += [f"{name}: {text}" for name, text in schemes.items()]
+    for name, text in schemes.items():
+        lines += ["", f"{name}:", *paragraph("  ", text, width)] if text else []
     return "\n".join(lines)
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from backend_models import (
     Broken,
     Checkpointed,
@@ -74,14 +76,48 @@ def test_the_fields_of_a_row():
         report["no.such"]
 
 
-def test_the_table():
-    text = str(fp4.explain(Net(2), (X,)))
+def test_the_table(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    report = fp4.explain(Net(2), (X,))
+    text = str(report)
     lines = text.splitlines()
-    assert lines[0].split() == ["layer", "shape", "scheme", "chain", "rule", "engine", "saved", "status", "reason"]
+    assert lines[0].split() == ["layer", "shape", "scheme", "chain", "kept", "status", "why"]
+    assert [line.split()[-1] for line in lines[2:9]] == ["1", "2", "2", "1", "2", "2", "1"]
     assert sum("rewritten" in line for line in lines[2:9]) == 4
     assert "4 of 7 linear layers rewritten, 2 fused chains" in text
-    assert lines[-1].startswith("low: fprop(nvfp4")
-    assert max(len(line) for line in lines) < 200
+    assert "engine: reference" in lines and "1  recipe fp8-exact: default" in lines
+    assert all(text.count(rule) == 1 for rule in (": default", "2  recipe fp8-exact: chain mlp"))
+    low = lines[lines.index("low:") + 1 :]
+    assert " ".join(" ".join(low).split()) == report["blocks.0.mlp.up"].scheme
+    assert max(len(line) for line in lines) <= 80
+
+
+@pytest.mark.parametrize("width", [60, 80, 200])
+def test_the_table_is_as_wide_as_the_terminal(monkeypatch, width):
+    class Deep(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a_name_of_some_length = nn.ModuleDict({"another_one_that_is_long": Mixed()})
+
+        def forward(self, x):
+            return self.a_name_of_some_length["another_one_that_is_long"](x)
+
+    monkeypatch.setenv("COLUMNS", str(width))
+    report = fp4.explain(Deep(), (X,), policy=policy(default="low"))
+    lines = str(report).splitlines()
+    assert max(len(line) for line in lines) <= width
+    start = "a_name_of_some_length.another_one_that_is_long"
+    assert any(line.startswith(f"{start}.mlp.up ") for line in lines) == (width == 200)
+    assert sum(line.startswith("a_name_of_some_") for line in lines) == len(report) == 8
+    assert sum("float64" in line for line in lines) == 1, "a reason is written once"
+
+
+def test_an_engine_of_its_own_makes_a_column():
+    report = fp4.explain(Net(1), (X,), policy=LOW)
+    report.rows[-1] = replace(report.rows[-1], engine="cuda")
+    lines = str(report).splitlines()
+    assert "engine" in lines[0].split() and "engine: reference" not in lines
+    assert "cuda" in lines[5].split() and "reference" in lines[4].split()
 
 
 def test_json_of_the_report():
@@ -114,13 +150,60 @@ def test_saved_bytes_are_those_of_the_backward_graphs_inputs(recipe, dtype, make
     held = {tuple(map(str, p.shape)) for p in model.parameters()}
     extra = sum(s.nbytes for s in kept if not (s.name.startswith("primals") and s.shape in held))
     report = fp4.explain(model, (x,), policy=POLICIES[recipe])
-    if recipe == "original" and make is Mlp:  # the activation keeps its input and output, too
-        assert report.saved_bytes == extra - 32 * 64 * dtype.itemsize
+    saved = sum(row.saved_bytes for row in report)
+    if recipe == "original" and make is Mlp:  # the activation keeps its input, too
+        assert saved == extra - 32 * 64 * dtype.itemsize
     else:
-        assert 0 <= extra - report.saved_bytes <= 4 * (recipe == "nvidia")
-    assert fp4.explain(model).saved_bytes == report.saved_bytes
-    original = fp4.explain(model, (x,), policy=policy(recipe="bf16"))
-    assert report.original_bytes == original.saved_bytes == original.original_bytes
+        assert 0 <= extra - saved <= 4 * (recipe == "nvidia")
+    assert fp4.explain(model).rows == report.rows
+    assert report.saved_bytes == (0 if recipe == "original" else saved)
+
+
+class Chain(nn.Module):
+    """64 -> 256 -> 64, gated or not."""
+
+    def __init__(self, act, gated):
+        super().__init__()
+        self.act, self.up, self.down = act, nn.Linear(64, 256), nn.Linear(256, 64)
+        self.gate = nn.Linear(64, 256) if gated else None
+
+    def forward(self, x):
+        if self.gate is not None:
+            return self.down(self.act(self.gate(x)) * self.up(x))
+        return self.down(self.act(self.up(x)))
+
+
+def measured(model, backend, x):
+    """Bytes that autograd is given to keep beside the parameters, each storage once."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        torch.compile(model, backend=backend)(x)
+    return sum(t.nbytes for at, t in kept.items() if at not in parameters)
+
+
+ACTS = {
+    "gelu": F.gelu, "relu": F.relu, "relu2": lambda z: F.relu(z).square(), "silu": F.silu,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("act", "gated"), [*((a, False) for a in ACTS), ("silu", True), ("relu", True)])
+def test_original_bytes_are_what_plain_compile_keeps(act, gated, dtype):
+    model, x = Chain(ACTS[act], gated).to(dtype), batch(256, 64).to(dtype)
+    report = fp4.explain(model, x)
+    assert len(report.rewritten) == 2 + gated
+    # Inductor's partitioner without Inductor's kernels
+    assert report.original_bytes == measured(model, "aot_eager_decomp_partition", x)
+    kib = {(False, 4): 576, (False, 2): 288, (True, 4): 832, (True, 2): 416}[gated, dtype.itemsize]
+    if (act, gated) == ("relu", False):  # its derivative needs its result alone
+        kib -= 64 * dtype.itemsize
+    assert report.original_bytes == kib * 1024
 
 
 def test_an_input_that_two_layers_share_counts_once():
@@ -142,9 +225,47 @@ def test_an_input_that_two_layers_share_counts_once():
     assert sum(s.shape == ("32", "16") for s in codes) == 4, "one input, three weights"
 
 
+@pytest.mark.parametrize("first", ["q", "k"])
+def test_an_input_that_a_left_layer_keeps_counts_there(first):
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.k = nn.Linear(D, D), nn.Linear(D, D)
+
+        def forward(self, x):
+            one, other = (self.q, self.k) if first == "q" else (self.k, self.q)
+            return one(x) * other(x)
+
+    report = fp4.explain(Two(), X, policy=policy(default="low", layers=[{"match": "k", "scheme": "original"}]))
+    assert report["k"].saved_bytes == report["k"].original_bytes == X.nbytes
+    assert report["q"].original_bytes == 0 < report["q"].saved_bytes
+    assert (report.saved_bytes, report.original_bytes) == (report["q"].saved_bytes, 0)
+
+
+def test_the_summary_is_about_the_rewritten_layers():
+    report = fp4.explain(Net(1), (X,))
+    chain = [report["blocks.0.mlp.up"], report["blocks.0.mlp.down"]]
+    assert report.rewritten == chain
+    assert report.saved_bytes == sum(row.saved_bytes for row in chain)
+    assert report.original_bytes == sum(row.original_bytes for row in chain) == 32 * (32 + 64 + 64) * 4
+    assert report.summary().startswith("2 of 4 linear layers rewritten, 1 fused chain; these layers keep ")
+    assert report.summary().endswith(" for backward, 20.0 KiB in high precision")
+    assert fp4.explain(Net(1), (X,), policy=policy(recipe="bf16")).summary() == (
+        "0 of 4 linear layers rewritten, 0 fused chains"
+    )
+
+
 def test_nothing_is_kept_without_gradients():
     with torch.no_grad():
-        assert fp4.explain(Net(1), (X,)).saved_bytes == 0
+        rows = fp4.explain(Net(1), (X,)).rows
+    assert {(row.saved_bytes, row.original_bytes) for row in rows} == {(0, 0)}
+
+
+def test_reasons_of_layers_that_a_rule_asks_to_quantize_come_first():
+    given = policy(recipe="bf16", layers=[{"match": "blocks.0.mlp.*", "scheme": "mxfp8"}])
+    report = fp4.explain(Net(2).double(), (X.double(),), policy=given)
+    assert "7 linear layers were left (2 of them: the input is float64" in report.nothing()
+    assert "default" in fp4.explain(Net(1), (X,), policy=policy(recipe="bf16")).nothing()
 
 
 # As it was -----------------------------------------------------------------------------------------
@@ -270,6 +391,20 @@ def test_keyword_arguments_and_several_inputs():
     assert fp4.explain(Two(), kwargs={"x": X, "scale": 1.0}, policy=LOW)["a"].status == "rewritten"
 
 
+def test_a_tensor_alone_is_the_only_input():
+    assert fp4.explain(Net(1), X).rows == fp4.explain(Net(1), (X,)).rows
+    assert fp4.explain(Net(1), args=X[:1]).rows == fp4.explain(Net(1), (X[:1],)).rows
+
+
+def test_what_is_no_module_is_refused_in_one_line():
+    for wrong, words in (
+        (Net, r"^explain: Net is a class: give a module, such as Net\(...\)$"),
+        (F.gelu, "^explain: a torch module is needed, not "),
+    ):
+        with pytest.raises(fp4.Fp4Error, match=words):
+            fp4.explain(wrong, (X,))
+
+
 # After training ------------------------------------------------------------------------------------
 
 
@@ -369,7 +504,7 @@ def test_a_shared_module_has_a_row_for_each_use():
         call(batch(n, 8, D))
         rows = fp4.explain(model).rows
         assert [r.fqn for r in rows] == ["mlp.up", "mlp.up", "mlp.down", "mlp.down"]
-        assert {r.original_bytes for r in rows if r.fqn == "mlp.up"} == {n * 8 * D * 4}
+        assert {r.original_bytes for r in rows if r.fqn == "mlp.up"} == {n * 8 * (D + 2 * D) * 4}
 
 
 def test_reports_do_not_keep_models_alive():

@@ -24,7 +24,7 @@ SIGNATURES = {
         " -> 'dict[str, str]'"
     ),
     "explain": (
-        "(model: 'nn.Module', args: 'Sequence' = (), kwargs: 'Mapping[str, Any] | None' = None,"
+        "(model: 'nn.Module', args: 'Sequence | Tensor' = (), kwargs: 'Mapping[str, Any] | None' = None,"
         " policy: 'Policy | str | Path | Mapping | None' = None) -> 'Report'"
     ),
 }
@@ -71,7 +71,7 @@ def test_rows_and_reports():
     from fp4compile.report import COLUMNS, Row
 
     assert [f.name for f in dataclasses.fields(Row)] == ROW
-    assert COLUMNS == ("layer", "shape", "scheme", "chain", "rule", "engine", "saved", "status", "reason")
+    assert COLUMNS == ("layer", "shape", "scheme", "chain", "engine", "kept", "status", "why")
     attributes = {"rows", "policy", "rewritten", "saved_bytes", "original_bytes", "graphs"}
     assert all(hasattr(fp4.Report(), name) for name in attributes)
 
