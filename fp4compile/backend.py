@@ -4,7 +4,7 @@
 
 | key | meaning |
 |---|---|
-| policy | a `Policy`, a policy file's path, or a dict; default: recipe fp8-exact |
+| policy | a `Policy`, a policy file's path, a recipe's name, or a dict; default: fp8-exact |
 | compiler | "inductor" (default), "aot_eager" or "eager": the rewritten graph without Inductor |
 """
 
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from . import dynamo, watching
+from . import dynamo, policy_files, watching
 from .choice import Choice
 from .describing import Described, describe
 from .kernels.errors import Fp4Error, PolicyError, PrecisionError
@@ -63,6 +63,8 @@ def _compile(gm: GraphModule, example_inputs: list, options: dict, mode: str | N
     resolved = as_policy(policy)
     choice = rewrite_frame(gm, resolved, explicit=policy is not None)
     compiled = compile_graph(gm, example_inputs, compiler, options, str(resolved))
+    if isinstance(policy, (str, os.PathLike)) and os.path.isfile(policy):
+        compiled = policy_files.follow(resolved, compiled)
     return watching.own_frame(compiled) if choice.alone else compiled
 
 
@@ -93,7 +95,7 @@ def _inductor_keys() -> frozenset[str]:
 
 
 def as_policy(policy: Any) -> Policy:
-    """A `Policy` from what a user may give: None, a `Policy`, a path, or a dict."""
+    """A `Policy` from what a user may give: None, a `Policy`, a path, a recipe's name, or a dict."""
     if policy is None:
         return Policy.default()
     if isinstance(policy, Policy):
@@ -101,16 +103,11 @@ def as_policy(policy: Any) -> Policy:
     if isinstance(policy, Mapping):
         return Policy.from_dict(policy)
     if isinstance(policy, (str, os.PathLike)):
-        path = os.fspath(policy)
-        stamp = os.stat(path).st_mtime_ns if os.path.exists(path) else 0
-        return _load(path, stamp)
+        return policy_files.named(os.fspath(policy))
     kind = type(policy).__name__
-    raise PolicyError(f"a policy is a path, an fp4.Policy or a dict, not {shown(policy)} ({kind})")
-
-
-@lru_cache(maxsize=32)
-def _load(path: str, stamp: int) -> Policy:
-    return Policy.load(path)
+    raise PolicyError(
+        f"a policy is a path, a recipe's name, an fp4.Policy or a dict, not {shown(policy)} ({kind})"
+    )
 
 
 def rewrite_frame(gm: GraphModule, policy: Policy, explicit: bool) -> Choice:
