@@ -49,6 +49,24 @@ def linears(model: nn.Module) -> dict[nn.Module, list[str]]:
     return found
 
 
+def parameter_name(module: str, parameter: str) -> str:
+    """The name of a layer by its weight: the module's own name where it is called ``weight``."""
+    return ".".join(word for word in (module, parameter) if word and word != "weight")
+
+
+def other_matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """2-D parameters that are no linear's weight: (module, the parameter's name, the layer's).
+
+    ``F.linear`` may multiply by them: a bare parameter, the ``in_proj_weight`` of attention, the
+    weight of an embedding that is tied to a head.
+    """
+    for fqn, module in model.named_modules():
+        own = is_linear(module)
+        for parameter, tensor in module._parameters.items():
+            if tensor is not None and tensor.ndim == 2 and not (own and parameter == "weight"):
+                yield module, parameter, parameter_name(clean_name(fqn), parameter)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The repeated container of a model: its name and its elements' keys, in order."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 from torch import nn
 
-from .blocks import clean_name, find_blocks, linears
+from .blocks import Blocks, clean_name, find_blocks, linears, other_matrices
 from .kernels.errors import PolicyError
 from .kernels.formats import Scheme
 from .policy_model import PolicyEntry, validate
@@ -127,20 +127,20 @@ class Policy:
         """The stamps of every linear of ``model`` at ``step`` (None: the first).
 
         `PolicyError` for a rule of the user's with ``blocks:`` where the model has no blocks and,
-        if the policy is strict, for a rule that holds for no layer.
+        if the policy is strict, for a rule that holds for no layer. Other matrices that the model
+        may multiply by (`blocks.other_matrices`) are layers to a rule, but have no entry here.
         """
         result = Resolution()
         result.warnings += self.check_blocks(model)
         blocks = find_blocks(model)
-        layers = {
-            module: [(name, blocks.block_of(name) if blocks else None) for name in names]
-            for module, names in linears(model).items()
-        }
+        layers = {module: _named(names, blocks) for module, names in linears(model).items()}
         for module, named in layers.items():
             stamp = self._stamp(named, step)
             result.modules[module] = stamp
             result.update((name, stamp) for name, _ in named)
-        result.warnings += self._unused(list(layers.values()), list(result))
+        others = [name for _, _, name in other_matrices(model)]
+        matrices = [_named([name], blocks) for name in others]
+        result.warnings += self._unused([*layers.values(), *matrices], [*result, *others])
         return result
 
     def check_blocks(self, model: nn.Module) -> list[str]:
@@ -206,6 +206,10 @@ class Policy:
             texts = "; ".join(str(self.schemes[name]) for name in names)  # type: ignore[index]
             lines += [f"from step {phase.from_step}: {phase}: {texts}"]
         return "\n".join(lines)
+
+
+def _named(names: list[str], blocks: Blocks | None) -> Named:
+    return [(name, blocks.block_of(name) if blocks else None) for name in names]
 
 
 def _build(entry: PolicyEntry, source: Source) -> Policy:

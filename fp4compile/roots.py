@@ -14,10 +14,10 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from . import dynamo
-from .blocks import clean_name, linears, unwrap
+from .blocks import clean_name, linears, parameter_name, unwrap
 from .passes.names import module_id, source_of
 from .passes.sites import Site
-from .stamping import attribute_of, parameter_name
+from .stamping import attribute_of
 
 # Dynamo's wrapper around every compiled callable; frames outside of it are not being compiled.
 ENTRY = ("compile_wrapper", "_fn")

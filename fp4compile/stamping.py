@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from . import dynamo, watching
-from .blocks import clean_name, find_blocks, is_linear
+from .blocks import clean_name, find_blocks, is_linear, other_matrices
 from .kernels.errors import PolicyError
 from .notices import warn
 from .policy import Policy, Resolution
 from .stamp import Stamp
+from .words import shown
 
 INFO = "fp4_info"
 STAMP = dynamo.STAMP
@@ -35,7 +37,7 @@ def apply(
 
     Needed before compiling block by block, under FSDP2 and for phases; on a running compiled model
     it takes effect at the next call (one compilation per new state, none on return). Returns the
-    stamps by layer name. ``policy`` is a `Policy`, a file's path or a dict.
+    stamps by layer name. ``policy`` is a `Policy`, a file's path, a recipe's name or a dict.
 
     Raises:
         PolicyError: for a policy that cannot be used, or that names no layer when strict.
@@ -43,6 +45,7 @@ def apply(
     """
     from .backend import as_policy
 
+    _check(model, step)
     dynamo.self_test()
     policy = as_policy(policy)
     resolution = policy.resolve(model, step)
@@ -52,6 +55,15 @@ def apply(
     states = len({str(s) for s in resolution.values()}) * (1 + len(policy.phases))
     dynamo.allow_graphs(2 * states)
     return {name: str(stamp) for name, stamp in resolution.items()}
+
+
+def _check(model: Any, step: Any) -> None:
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise PolicyError(f"fp4.apply(model, policy): the model comes first, not a {kind}")
+    whole = isinstance(step, Integral) and not isinstance(step, bool)
+    if step is not None and not (whole and step >= 0):
+        raise PolicyError(f"fp4.apply: step={shown(step)}: 0 or a larger whole number is needed")
 
 
 def digest(policy: Policy) -> str:
@@ -95,25 +107,16 @@ def _stamps(
     """Every matrix of the model: (module, name, attribute, stamp)."""
     blocks = find_blocks(model)
     for fqn, module in model.named_modules():
-        name = clean_name(fqn)
-        linear = module in resolution.modules
-        if linear:
-            yield module, name, STAMP, resolution.modules[module]
-        for parameter, tensor in module._parameters.items():
-            if tensor is not None and tensor.ndim == 2 and not (linear and parameter == "weight"):
-                full = parameter_name(name, parameter)
-                block = blocks.block_of(full) if blocks else None
-                yield module, full, attribute_of(parameter), policy.stamp_for(full, block, step)
+        if module in resolution.modules:
+            yield module, clean_name(fqn), STAMP, resolution.modules[module]
+    for module, parameter, name in other_matrices(model):
+        block = blocks.block_of(name) if blocks else None
+        yield module, name, attribute_of(parameter), policy.stamp_for(name, block, step)
 
 
 def attribute_of(parameter: str) -> str:
     """The attribute of a module that holds the stamp of one of its parameters."""
     return STAMP if parameter == "weight" else f"{STAMP}_{parameter}"
-
-
-def parameter_name(module: str, parameter: str) -> str:
-    """The name of a layer by its weight: the module's own name where it is called ``weight``."""
-    return ".".join(word for word in (module, parameter) if word and word != "weight")
 
 
 def name_of(module: nn.Module) -> str:

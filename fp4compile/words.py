@@ -12,6 +12,7 @@ def shown(value: object) -> str:
     """``value`` in at most one short line, in YAML's words."""
     words = {None: "null", True: "true", False: "false"}
     text = words[value] if value is None or isinstance(value, bool) else repr(value)
+    text = " ".join(text.split())
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 
 

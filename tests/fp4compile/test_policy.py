@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from fp4compile.kernels.errors import PolicyError
 from fp4compile.kernels.formats import Scheme
@@ -237,6 +238,30 @@ def test_a_rule_that_matches_nothing_is_an_error_when_strict() -> None:
     policy = rules("{match: lm_haed, scheme: mxfp8}", more="strict: true\n")
     with pytest.raises(PolicyError, match=r"policy.yaml:5 match .*did you mean 'lm_head'"):
         policy.resolve(Gpt(2))
+
+
+class Raw(nn.Module):
+    """Matrices that are no linear's: a bare one, attention's, an embedding's; a vector; LoRA's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.gain = nn.Parameter(torch.empty(8, 8)), nn.Parameter(torch.empty(8))
+        self.attn, self.wte = nn.MultiheadAttention(8, 2), nn.Embedding(4, 8)
+        self.up = nn.Linear(8, 8)
+        self.up.lora = nn.Parameter(torch.empty(2, 8))
+
+
+@pytest.mark.parametrize("name", ["w1", "attn.in_proj_weight", "wte", "up.lora", "attn.out_proj"])
+def test_a_rule_may_name_a_matrix_that_is_no_linears(name: str) -> None:
+    resolved = rules(f"{{match: {name}, scheme: low}}", more="strict: true\n").resolve(Raw())
+    assert not resolved.warnings and set(resolved) == {"attn.out_proj", "up"}
+
+
+@pytest.mark.parametrize("name", ["gain", "up.weight", "attn.in_proj_bias", "attn.in_proj_wieght"])
+def test_a_rule_may_not_name_a_vector_or_a_linears_weight(name: str) -> None:
+    (warning,) = rules(f"{{match: {name}, scheme: low}}").resolve(Raw()).warnings
+    assert "holds for no layer" in warning
+    assert "did you mean 'attn.in_proj_weight'?" in warning or "wieght" not in name
 
 
 def test_a_percentage_of_no_blocks_warns() -> None:

@@ -238,6 +238,32 @@ def test_apply_takes_a_policy_in_every_form(tmp_path):
         fp4.apply(Net(1), policy(strict=True, layers=[{"match": "no.such", "scheme": "low"}]))
 
 
+def test_arguments_of_apply_that_cannot_be_used_are_refused_in_one_line():
+    net = Net(1)
+    for arguments, words in (
+        ((fp4.Policy.default(), net), "the model comes first, not a Policy"),
+        (("policy.yaml", net), "the model comes first, not a str"),
+        ((net, net), r"a policy is a path, .*, not Net\(.*\(Net\)"),
+        ((net, LOW, -1), "step=-1: 0 or a larger whole number"),
+        ((net, LOW, 1.5), r"step=1.5: 0 or a larger whole number"),
+    ):
+        with pytest.raises(fp4.PolicyError, match=words) as caught:
+            fp4.apply(*arguments)
+        assert "\n" not in str(caught.value) and not hasattr(net.head, "fp4_scheme")
+
+
+def test_a_strict_policy_may_name_a_raw_parameter(graphs):
+    given = policy(strict=True, layers=[{"match": "w1", "scheme": "mxfp8"}])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for apply in (False, True):
+            net = Raw()
+            if apply:
+                fp4.apply(net, given)
+            compiled(net, None if apply else given)(X)
+            assert schemes(net) == {"w1": "mxfp8", "w2": "left"}
+
+
 def test_stamps_are_texts_that_parse():
     stamps = fp4.apply(Net(6), policy(strict=True, layers=[{"match": "*.attn", "scheme": "low"}]))
     for text in stamps.values():
