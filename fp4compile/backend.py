@@ -95,7 +95,7 @@ def _inductor_keys() -> frozenset[str]:
 
 
 def as_policy(policy: Any) -> Policy:
-    """A `Policy` from what a user may give: None, a `Policy`, a path, a recipe's name, or a dict."""
+    """A `Policy` from what a user may give: None, a `Policy`, a path, a recipe's name, a dict."""
     if policy is None:
         return Policy.default()
     if isinstance(policy, Policy):
@@ -106,7 +106,8 @@ def as_policy(policy: Any) -> Policy:
         return policy_files.named(os.fspath(policy))
     kind = type(policy).__name__
     raise PolicyError(
-        f"a policy is a path, a recipe's name, an fp4.Policy or a dict, not {shown(policy)} ({kind})"
+        "a policy is a path, a recipe's name, an fp4.Policy or a dict,"
+        f" not {shown(policy)} ({kind})"
     )
 
 
