@@ -296,7 +296,7 @@ def finish(arm: Arm, first: Arm, held_text: Tensor, size: dict, args) -> dict:
     step = len(arm.losses)
     loss = arm.held_out[step] = arm.evaluate(held_text, FINAL_BATCHES, size)
     draw = torch.Generator().manual_seed(args.seed)
-    rewritten = [] if arm is first else fp4.explain(arm.compiled).rewritten
+    report = fp4.Report() if arm is first else fp4.explain(arm.compiled)
     return {
         "arm": arm.name,
         "steps": step,
@@ -306,8 +306,8 @@ def finish(arm: Arm, first: Arm, held_text: Tensor, size: dict, args) -> dict:
         "compile_seconds": arm.seconds[0],
         "train_seconds": sum(arm.seconds),
         "peak_bytes": arm.peak_bytes,
-        "kept_bytes": sum(row.saved_bytes for row in rewritten),
-        "kept_bytes_original": sum(row.original_bytes for row in rewritten),
+        "kept_bytes": report.saved_bytes,
+        "kept_bytes_original": report.original_bytes,
         "sample": arm.sample("def ", args.sample_bytes, size["context"], draw),
         "train_loss": arm.losses,
         "held_out": arm.held_out,
@@ -318,25 +318,30 @@ def print_results(rows: list[dict], device: str) -> None:
     for row in rows:
         console.print(f"\n[bold]{row['arm']}[/] writes:")
         console.print(row["sample"], markup=False, highlight=False, soft_wrap=True)
-    memory = "peak memory" if device == "cuda" else "kept for backward*"
+    memory = "peak memory, MiB" if device == "cuda" else "MiB kept for backward*"
     table = Table(title=f"\nafter {rows[0]['steps']} steps on the same batches")
     table.add_column("arm", no_wrap=True)
     for column in ("held-out loss", "gap", "steps/s", "compiled in", memory):
-        table.add_column(column, justify="right")
-    original = max(row["kept_bytes_original"] for row in rows)
+        table.add_column(column, justify="right", min_width=12 if column == memory else None)
     for row in rows:
-        size = row["peak_bytes"] or row["kept_bytes"] or original
         table.add_row(
             row["arm"],
             f"{row['held_out_loss']:.4f}",
             f"{row['gap']:+.4f}" if row is not rows[0] else "",
             f"{row['steps_per_second']:.2f}",
             f"{row['compile_seconds']:.0f} s",
-            f"{size / 2**20:,.1f} MiB",
+            f"{row['peak_bytes'] / 2**20:,.0f}" if device == "cuda" else kept(row),
         )
     console.print(table)
     if device == "cpu":
-        console.print("* by the layers that the policies rewrite")
+        console.print("* by the layers that the policy rewrites, of what they keep in high precision")
+
+
+def kept(row: dict) -> str:
+    """MiB that an arm's rewritten layers keep for backward, of those in high precision."""
+    if not row["kept_bytes_original"]:
+        return ""
+    return f"{row['kept_bytes'] / 2**20:.1f} of {row['kept_bytes_original'] / 2**20:.1f}"
 
 
 # Command line -------------------------------------------------------------------------------------
@@ -375,7 +380,8 @@ def run(args: argparse.Namespace) -> Path:
     reports = {name: fp4.explain(model, (tokens,), policy=policy(name)) for name in args.arms}
     for name, report in reports.items():
         text = str(report) if name == args.arms[0] else report.summary()
-        console.print(f"\n[bold]{name}[/]\n{text}", highlight=False, soft_wrap=True)
+        console.print(f"\n{name}", style="bold", markup=False, highlight=False)
+        console.print(text, markup=False, highlight=False)
     console.print()
 
     if args.compiler == "inductor":

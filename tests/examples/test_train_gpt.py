@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import struct
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
@@ -99,6 +101,13 @@ def test_smoothing_is_a_mean_over_the_last_values():
     assert loss_plot.smooth([4.0, 2.0, 6.0, 1.0], 2) == [4.0, 3.0, 4.0, 3.5]
 
 
+@pytest.mark.parametrize(("gap", "within"), [(0.0125, "0.013"), (-0.0071, "0.008"), (0.007, "0.007")])
+def test_the_headline_is_a_bound(gap, within):
+    rows = [{"arm": "high precision", "train_loss": [2.0], "held_out": {1: 0.0}}]
+    rows.append({"arm": "low", "train_loss": [2.0], "held_out": {1: gap}})
+    assert loss_plot.headline(rows) == f"After 1 steps every arm is within {within} nats of high precision"
+
+
 SMALL = "--layers 2 --width 32 --context 32 --batch 4 --steps 3 --sample-bytes 5 --device cpu"
 
 
@@ -107,9 +116,45 @@ def trained(tmp_path_factory):
     """A whole run of two arms on three batches: the rewritten graphs, without Inductor."""
     out = tmp_path_factory.mktemp("demo")
     arms = ["--compiler", "eager", "--arms", "fp8-exact", "--out", str(out)]
-    train_gpt.main([*SMALL.split(), *arms])
+    with pytest.MonkeyPatch.context() as patch:
+        printed = Console(width=80, file=io.StringIO())
+        patch.setattr(train_gpt, "console", printed)
+        patch.setenv("COLUMNS", "80")
+        train_gpt.main([*SMALL.split(), *arms])
     torch._dynamo.reset()
+    (out / "printed").write_text(printed.file.getvalue())
     return out, json.loads((out / "results.json").read_text())
+
+
+def saved_for_backward(module, x) -> int:
+    """Bytes that plain PyTorch keeps beside the parameters, each storage once."""
+    parameters = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    kept = {}
+
+    def pack(t):
+        kept[t.untyped_storage().data_ptr()] = t
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        module(x)
+    return sum(t.nbytes for at, t in kept.items() if at not in parameters)
+
+
+def test_kept_bytes_of_high_precision_are_measured_ones(trained):
+    _, results = trained
+    mlp, x = train_gpt.MLP(32), torch.randn(4, 32, 32)
+    low = results["arms"][1]
+    assert low["kept_bytes_original"] == 2 * saved_for_backward(mlp, x)
+    assert 0.5 < low["kept_bytes"] / low["kept_bytes_original"] < 0.65
+
+
+def test_what_is_printed_fits_80_columns_and_names_one_number_of_kept_bytes(trained):
+    text, low = (trained[0] / "printed").read_text(), trained[1]["arms"][1]
+    assert max(map(len, text.splitlines())) <= 80
+    now, before = (f"{low[key] / 1024:.0f}" for key in ("kept_bytes", "kept_bytes_original"))
+    plain = " ".join(text.split())
+    assert f"these layers keep {now} KiB for backward, {before} KiB in high precision" in plain
+    assert f"{low['kept_bytes'] / 2**20:.1f} of {low['kept_bytes_original'] / 2**20:.1f}" in text
 
 
 def test_arms_start_equal_and_stay_finite(trained):
