@@ -67,7 +67,7 @@ def _losses(axes, rows: list[dict]) -> None:
     axes.set_ylim(min(*last, *map(min, curves)) - 0.2, curves[0][start] + 0.1)
     texts = [f"{row['arm']}  {value:.3f}" for row, value in zip(rows, last)]
     _labels(axes, last, texts, joined=False)
-    note = f"lines: training loss, running mean of {window}; dots: held-out loss of {rows[0]['arm']}"
+    note = f"lines: training loss, running mean of {window}; dots: {rows[0]['arm']}, held out"
     axes.set_title(note, **NOTE)
 
 

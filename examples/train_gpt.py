@@ -29,6 +29,7 @@ import loss_plot
 import text_data
 import torch
 import torch.nn.functional as F
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -318,11 +319,11 @@ def print_results(rows: list[dict], device: str) -> None:
     for row in rows:
         console.print(f"\n[bold]{row['arm']}[/] writes:")
         console.print(row["sample"], markup=False, highlight=False, soft_wrap=True)
-    memory = "peak memory, MiB" if device == "cuda" else "MiB kept for backward*"
-    table = Table(title=f"\nafter {rows[0]['steps']} steps on the same batches")
+    memory = "peak memory, MiB" if device == "cuda" else "MiB kept*"
+    table = Table(title=f"\nafter {rows[0]['steps']} steps on the same batches", box=SIMPLE_HEAD)
     table.add_column("arm", no_wrap=True)
     for column in ("held-out loss", "gap", "steps/s", "compiled in", memory):
-        table.add_column(column, justify="right", min_width=12 if column == memory else None)
+        table.add_column(column, justify="right", no_wrap=column == memory)
     for row in rows:
         table.add_row(
             row["arm"],
@@ -334,7 +335,7 @@ def print_results(rows: list[dict], device: str) -> None:
         )
     console.print(table)
     if device == "cpu":
-        console.print("* by the layers that the policy rewrites, of what they keep in high precision")
+        console.print("* for backward by the rewritten layers, of the same in high precision")
 
 
 def kept(row: dict) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -44,7 +43,9 @@ def explain(
             " example inputs"
         ),
     ],
-    policy: Annotated[Path | None, typer.Option(help="a policy file; default: fp8-exact")] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="a policy file or a recipe's name; default: fp8-exact")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say what the backend does to each linear of a model, and why not. Nothing is compiled."""
@@ -59,5 +60,5 @@ def explain(
     if not isinstance(net, nn.Module):
         raise Fp4Error(f"{model}: returned {type(net).__name__}; return (module, args)")
     args = args if isinstance(args, (tuple, list)) else (args,)
-    report = run(net, args, policy=str(policy) if policy else None)
+    report = run(net, args, policy=policy or None)
     typer.echo(json.dumps(report.as_dicts(), indent=1) if as_json else str(report))

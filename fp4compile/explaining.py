@@ -37,8 +37,8 @@ def explain(
     original precision; its buffers, stamps and the random state are as before. Without, a model
     that was compiled with backend "fp4" and has run gives the report of those graphs.
     ``args``: positional inputs; a tensor alone is the only one.
-    ``policy``: a `Policy`, a file's path or a dict; default: the model's stamps, else the recipe
-    fp8-exact.
+    ``policy``: a `Policy`, a file's path, a recipe's name or a dict; default: the model's stamps,
+    else the recipe fp8-exact.
 
     Raises:
         Fp4Error: where there is neither an example input nor a compiled graph to report on, or

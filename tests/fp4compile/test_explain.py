@@ -539,5 +539,6 @@ def test_the_command_line(monkeypatch, tmp_path):
     given.write_text("version: 1\nrecipe: bf16\n")
     table = run(app, ["explain", "mine:make", "--policy", str(given)]).stdout
     assert "0 of 2 linear layers rewritten" in table
+    assert run(app, ["explain", "mine:make", "--policy", "bf16"]).stdout == table
     failed = run(app, ["explain", "mine:wrong"])
     assert failed.exit_code == 2 and "returned int" in failed.output
