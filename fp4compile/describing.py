@@ -94,8 +94,10 @@ def _engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
 def _all_bytes(
     choice: Choice, rows: list[rewrite.Row], gm: GraphModule
 ) -> list[tuple[int, int]]:
-    """`_bytes` of every row. An input that a layer keeps as it is counts there, not where the same
-    input was rewritten: layers that stay are asked first."""
+    """Bytes of every row: now and without the rewrite.
+
+    Layers that stay come first: an input that one of them keeps as it is counts there.
+    """
     if not torch.is_grad_enabled():
         return [(0, 0)] * len(rows)
     last = {row.chain: row for row in rows}

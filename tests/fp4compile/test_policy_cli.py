@@ -70,7 +70,7 @@ def test_check_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert 'warning: p.yaml:4 match "nope": holds for no layer' in result.stderr
     assert "h.*.mlp.up" in result.stdout and "[l]m_head" in result.stdout
     lines = result.stdout.splitlines()
-    assert lines[0].split() == "layer layers in an MLP chain otherwise why".split()
+    assert " ".join(lines[0].split()) == "layer layers in an MLP chain otherwise why"
     rule = next(line for line in lines if "[l]m_head" in line)
     (head,) = [line for line in lines if line.startswith("lm_head")]
     assert head.split()[-1] == rule.split()[0] and max(map(len, lines[:-1])) <= 80
