@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 TYPING := build/typing/fp4compile
 
-.PHONY: demo test test-gpu lint clean
+.PHONY: demo test test-gpu sanitize lint clean
 .NOTPARALLEL:
 
 demo: $(VENV)/installed-plots
@@ -18,6 +18,11 @@ test: $(VENV)/installed-test
 
 test-gpu: $(VENV)/installed-test
 	$(BIN)/pytest -m gpu tests/gpu $(ARGS)
+
+sanitize: $(VENV)/installed-test
+	for tool in memcheck racecheck initcheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+	  compute-sanitizer --tool $$tool --report-api-errors no --error-exitcode 9 \
+	  $(BIN)/python tests/gpu/sanitize.py || exit 1; done
 
 # mypy sees packages where their names say, so it gets a tree of links that is laid out like that.
 lint: $(VENV)/installed-lint

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from .kernels.quantized import QuantizedTensor, quantize
     from .policy import Policy
+    from .ready import weights_changed
     from .report import Report
     from .stamping import apply
 
@@ -32,6 +33,7 @@ _HOME = {
     "Policy": ".policy",
     "Report": ".report",
     "quantize": ".kernels.quantized",
+    "weights_changed": ".ready",
     "QuantizedTensor": ".kernels.quantized",
     "Fp4Error": ".kernels.errors",
     "PolicyError": ".kernels.errors",
@@ -55,6 +57,7 @@ __all__ = [
     "apply",
     "explain",
     "quantize",
+    "weights_changed",
 ]
 
 

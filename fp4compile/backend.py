@@ -6,6 +6,7 @@
 |---|---|
 | policy | a `Policy`, a policy file's path, a recipe's name, or a dict; default: fp8-exact |
 | compiler | "inductor" (default), "aot_eager" or "eager": the rewritten graph without Inductor |
+| cache_weights | True: quantize a weight once per change that PyTorch counts (`ready.py`) |
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from . import dynamo, policy_files, watching
+from . import dynamo, policy_files, ready, reuse, watching
 from .choice import Choice
 from .describing import Described, describe
 from .kernels.errors import Fp4Error, PolicyError, PrecisionError
@@ -28,7 +29,7 @@ from .policy import Policy
 from .report import reports
 from .words import hint, shown, unknown
 
-OPTIONS = ("policy", "compiler")
+OPTIONS = ("policy", "compiler", "cache_weights")
 COMPILERS = ("inductor", "aot_eager", "eager")
 # A chain's hidden gradient, factors and derivative included, counts more operations and reads than
 # Inductor puts into one kernel by default (30 and 8): it would be kept in FP32 on the way.
@@ -59,10 +60,21 @@ def _compile(gm: GraphModule, example_inputs: list, options: dict, mode: str | N
     compiler = options.pop("compiler", "inductor")
     if compiler not in COMPILERS:
         raise PolicyError(f"options: {unknown('compiler', compiler, COMPILERS)}")
+    cache_weights = options.pop("cache_weights", False)
+    if not isinstance(cache_weights, bool):
+        raise PolicyError(f"options: cache_weights is True or False, not {shown(cache_weights)}")
     options = inductor_options(options, mode)
     resolved = as_policy(policy)
-    choice = rewrite_frame(gm, resolved, explicit=policy is not None)
-    compiled = compile_graph(gm, example_inputs, compiler, options, str(resolved))
+    choice, described = rewrite_frame(gm, resolved, explicit=policy is not None)
+
+    def lower(gm: GraphModule, example_inputs: list) -> Callable:
+        return compile_graph(gm, example_inputs, compiler, options, str(resolved))
+
+    if cache_weights:
+        compiled = ready.follow(gm, example_inputs, choice.models, lower)
+    else:
+        compiled = lower(gm, example_inputs)
+    compiled = reuse.follow(choice, described, compiled)
     if isinstance(policy, (str, os.PathLike)) and os.path.isfile(policy):
         compiled = policy_files.follow(resolved, compiled)
     return watching.own_frame(compiled) if choice.alone else compiled
@@ -111,7 +123,9 @@ def as_policy(policy: Any) -> Policy:
     )
 
 
-def rewrite_frame(gm: GraphModule, policy: Policy, explicit: bool) -> Choice:
+def rewrite_frame(
+    gm: GraphModule, policy: Policy, explicit: bool
+) -> tuple[Choice, list[Described]]:
     """Rewrite one captured graph in place; record for `explain` what was done and what not."""
     from .kernels import ops  # noqa: F401 - defines torch.ops.fp4
     from .passes.rewrite import rewrite
@@ -128,7 +142,7 @@ def rewrite_frame(gm: GraphModule, policy: Policy, explicit: bool) -> Choice:
     _report(choice, described)
     for root in choice.places.roots:
         dynamo.make_room(choice.places.frame, root)
-    return choice
+    return choice, described
 
 
 def _report(choice: Choice, described: list[Described]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .activations import ACTIVATIONS
 from .errors import InputError
 from .formats import Scheme
-from .layer import STREAMS, Layer, Quantized, Right, Term
+from .layer import STREAMS, Layer, Quantized, Right, Term, parts
 
 ops = torch.ops.fp4
 
@@ -145,11 +145,11 @@ class Linear(torch.autograd.Function):
     """y = x w^T + bias; x [..., K], w [N, K]."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, scheme, out_dtype):
+    def forward(ctx, x, weight, bias, scheme, out_dtype, ready=None):
         """Quantize, multiply, save codes."""
         layer = Layer(Scheme.parse(scheme), out_dtype, x.device)
         x2 = rows(x)
-        xq, wq = layer.quantize_activation(x2), layer.quantize_weight(weight)
+        xq, wq = layer.quantize_activation(x2), layer.quantize_weight(weight, ready)
         need_x, need_w = ctx.needs_input_grad[:2]
         save(
             ctx,
@@ -171,20 +171,24 @@ class Linear(torch.autograd.Function):
             ctx.layer, rows(g), saved_x, saved_w, need, seed, 0,
             ctx.shape[-1], ctx.dtypes[1],
         )  # fmt: skip
-        return _shaped(dx, ctx.shape, ctx.dtypes[0]), dw, _bias(db, ctx.dtypes[2]), None, None
+        db = _bias(db, ctx.dtypes[2])
+        return _shaped(dx, ctx.shape, ctx.dtypes[0]), dw, db, None, None, None
 
 
 class Chain(torch.autograd.Function):
     """y = act(x w1^T + b1) w2^T + b2; the hidden tensor exists only as codes."""
 
     @staticmethod
-    def forward(ctx, x, w1, b1, w2, b2, act, scheme1, scheme2, hidden_dtype, out_dtype):
+    def forward(
+        ctx, x, w1, b1, w2, b2, act, scheme1, scheme2, hidden_dtype, out_dtype, ready=None
+    ):
         """First GEMM, activation and quantize in one primitive, second GEMM."""
         first = Layer(Scheme.parse(scheme1), hidden_dtype, x.device)
         second = Layer(Scheme.parse(scheme2), out_dtype, x.device)
         x2 = rows(x)
         xq = first.quantize_activation(x2)
-        wq1, wq2 = first.quantize_weight(w1), second.quantize_weight(w2)
+        ready1, ready2 = parts(ready, 2)
+        wq1, wq2 = first.quantize_weight(w1, ready1), second.quantize_weight(w2, ready2)
         z = first.fprop(x2, xq, w1, wq1, b1)
         hq = quantize_hidden(second, ops.act_quantize, (*z.args(), act))
         need_x, need_w1, need_b1, need_w2 = ctx.needs_input_grad[:4]
@@ -224,7 +228,7 @@ class Chain(torch.autograd.Function):
             )  # fmt: skip
         return (
             _shaped(dx, ctx.shape, dtypes[0]), dw1, _bias(db1, dtypes[2]), dw2,
-            _bias(db2, dtypes[4]), None, None, None, None, None,
+            _bias(db2, dtypes[4]), None, None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -270,14 +274,19 @@ class Gated(torch.autograd.Function):
     """y = (act(x wg^T + bg) * (x wu^T + bu)) wd^T + bd; the hidden tensor exists only as codes."""
 
     @staticmethod
-    def forward(ctx, x, wg, bg, wu, bu, wd, bd, act, schemes, hidden_dtype, out_dtype):
+    def forward(
+        ctx, x, wg, bg, wu, bu, wd, bd, act, schemes, hidden_dtype, out_dtype, ready=None
+    ):
         """Gate and up GEMMs, activation, product and quantize in one primitive, down GEMM."""
         gate, up = (Layer(Scheme.parse(s), hidden_dtype, x.device) for s in schemes[:2])
         down = Layer(Scheme.parse(schemes[2]), out_dtype, x.device)
         x2 = rows(x)
         xqg = gate.quantize_activation(x2)
         xqu = xqg if gate.same_activation(up) else up.quantize_activation(x2)
-        wqg, wqu, wqd = (q.quantize_weight(w) for q, w in ((gate, wg), (up, wu), (down, wd)))
+        layers, weights = (gate, up, down), (wg, wu, wd)
+        wqg, wqu, wqd = (
+            layer.quantize_weight(w, r) for layer, w, r in zip(layers, weights, parts(ready, 3))
+        )
         zg, zu = gate.fprop(x2, xqg, wg, wqg, bg), up.fprop(x2, xqu, wu, wqu, bu)
         hq = quantize_hidden(down, ops.glu_quantize, (*zg.args(), *zu.args(), act))
         need_x, need_wg, need_bg, need_wu, need_bu, need_wd = ctx.needs_input_grad[:6]
@@ -328,7 +337,7 @@ class Gated(torch.autograd.Function):
             dx = total.to(x_dtype).reshape(ctx.shape)
         return (
             dx, dwg, _bias(dbg, dtypes[1]), dwu, _bias(dbu, dtypes[3]), dwd, _bias(dbd, dtypes[5]),
-            None, None, None, None,
+            None, None, None, None, None,
         )  # fmt: skip
 
 
@@ -346,9 +355,9 @@ def backward_gated(
         if stored:
             amax = any(a.needs_maxima(*need[:2]) for a, need in zip(layers, needs))
             terms = (*gh.args()[:3], *zs[0].args(), *zs[1].args())
-            parts = ops.glu_grad(*terms, act, *folds, amax)
-            grads = (parts[0], parts[3])
-            maxima = [tuple(parts[1:3]), tuple(parts[4:])] if amax else maxima
+            both = ops.glu_grad(*terms, act, *folds, amax)
+            grads: tuple = (both[0], both[3])
+            maxima = [tuple(both[1:3]), tuple(both[4:])] if amax else maxima
         else:
             grads = _gated_gradients(gh, zs, act)
         return [

@@ -60,6 +60,13 @@ class Term:
         return self.acc, self.row, self.col, self.bias
 
 
+def parts(ready: list[Tensor] | None, weights: int) -> list[list[Tensor] | None]:
+    """``ready`` weight by weight, four tensors each; all or none of an operator's weights are."""
+    if ready is None:
+        return [None] * weights
+    return [ready[4 * i : 4 * i + 4] for i in range(weights)]
+
+
 def present(fmt: TensorFormat | None, factor: Tensor) -> Tensor | None:
     """The factor of a tensor in ``fmt``; None where the format has none."""
     return factor if fmt is not None and fmt.factor else None
@@ -123,9 +130,15 @@ class Layer:
         """x as the forward GEMM's left operand; None where fprop is original."""
         return self._quantize(x, 0)
 
-    def quantize_weight(self, w: Tensor) -> Quantized | None:
-        """w as the forward GEMM's right operand; None where fprop is original."""
-        return self._quantize(w, 1)
+    def quantize_weight(self, w: Tensor, ready: list[Tensor] | None = None) -> Quantized | None:
+        """w as the forward GEMM's right operand, or ``ready``; None where fprop is original."""
+        return Quantized(*ready) if ready else self._quantize(w, 1)
+
+    def weight_operand(self) -> tuple[str, str] | None:
+        """The format and form of what `quantize_weight` makes; None where fprop is original."""
+        if self.scheme.fprop is None:
+            return None
+        return str(self.scheme.fprop[1].format), self.engine("fprop").operand
 
     def _quantize(self, t: Tensor, side: int) -> Quantized | None:
         if self.scheme.fprop is None:

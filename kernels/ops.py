@@ -13,6 +13,7 @@ from . import primitives
 from .activations import ACTIVATIONS
 from .errors import FormatError, InputError
 from .formats import Scheme
+from .layer import parts
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -67,19 +68,24 @@ def check_activation(act: str) -> None:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scheme: str, out_dtype: torch.dtype
-) -> Tensor:
-    """x [..., K] weight [N, K]^T + bias [N] in ``out_dtype``, each GEMM as ``scheme`` says."""
+    x: Tensor, weight: Tensor, bias: Tensor | None, scheme: str, out_dtype: torch.dtype,
+    ready: list[Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """x [..., K] weight [N, K]^T + bias [N] in ``out_dtype``, each GEMM as ``scheme`` says.
+
+    ``ready``: the four results of `quantize` of the weight, where they are at hand.
+    """
     from .autograd import Linear
 
     check((x, weight, bias), out_dtype)
     check_shapes(x.shape[-1], weight, bias)
-    return Linear.apply(x, weight, bias, scheme, out_dtype)
+    return Linear.apply(x, weight, bias, scheme, out_dtype, ready)
 
 
 def linear_act_linear(
     x: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None,
     act: str, scheme1: str, scheme2: str, hidden_dtype: torch.dtype, out_dtype: torch.dtype,
+    ready: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """act(x weight1^T + bias1) weight2^T + bias2; the hidden tensor is stored as codes only."""
     from .autograd import Chain
@@ -90,17 +96,18 @@ def linear_act_linear(
     check_shapes(weight1.shape[0], weight2, bias2)
     if fusable(scheme2):
         return Chain.apply(
-            x, weight1, bias1, weight2, bias2, act, scheme1, scheme2, hidden_dtype, out_dtype
+            x, weight1, bias1, weight2, bias2, act, scheme1, scheme2, hidden_dtype, out_dtype, ready
         )
-    z = linear(x, weight1, bias1, scheme1, hidden_dtype)
-    return linear(ACTIVATIONS[act].forward(z), weight2, bias2, scheme2, out_dtype)
+    ready1, ready2 = parts(ready, 2)
+    z = linear(x, weight1, bias1, scheme1, hidden_dtype, ready1)
+    return linear(ACTIVATIONS[act].forward(z), weight2, bias2, scheme2, out_dtype, ready2)
 
 
 def gated_linear(
     x: Tensor, weight_gate: Tensor, bias_gate: Tensor | None, weight_up: Tensor,
     bias_up: Tensor | None, weight_down: Tensor, bias_down: Tensor | None, act: str,
     scheme_gate: str, scheme_up: str, scheme_down: str,
-    hidden_dtype: torch.dtype, out_dtype: torch.dtype,
+    hidden_dtype: torch.dtype, out_dtype: torch.dtype, ready: list[Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """(act(x gate^T) * (x up^T)) down^T with biases; the hidden tensor is stored as codes only."""
     from .autograd import Gated
@@ -115,13 +122,13 @@ def gated_linear(
     if fusable(scheme_down):
         return Gated.apply(
             x, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down, act, schemes,
-            hidden_dtype, out_dtype,
+            hidden_dtype, out_dtype, ready,
         )  # fmt: skip
-    gate = linear(x, weight_gate, bias_gate, scheme_gate, hidden_dtype)
-    up = linear(x, weight_up, bias_up, scheme_up, hidden_dtype)
-    return linear(
-        ACTIVATIONS[act].forward(gate) * up, weight_down, bias_down, scheme_down, out_dtype
-    )
+    ready_gate, ready_up, ready_down = parts(ready, 3)
+    gate = linear(x, weight_gate, bias_gate, scheme_gate, hidden_dtype, ready_gate)
+    up = linear(x, weight_up, bias_up, scheme_up, hidden_dtype, ready_up)
+    hidden = ACTIVATIONS[act].forward(gate) * up
+    return linear(hidden, weight_down, bias_down, scheme_down, out_dtype, ready_down)
 
 
 def fusable(scheme: str) -> bool:
@@ -131,15 +138,15 @@ def fusable(scheme: str) -> bool:
 
 
 _LAYER_OPS = {
-    "linear(Tensor x, Tensor weight, Tensor? bias, str scheme, ScalarType out_dtype)"
-    " -> Tensor": linear,
+    "linear(Tensor x, Tensor weight, Tensor? bias, str scheme, ScalarType out_dtype,"
+    " Tensor[]? ready=None) -> Tensor": linear,
     "linear_act_linear(Tensor x, Tensor weight1, Tensor? bias1, Tensor weight2, Tensor? bias2,"
-    " str act, str scheme1, str scheme2, ScalarType hidden_dtype, ScalarType out_dtype)"
-    " -> Tensor": linear_act_linear,
+    " str act, str scheme1, str scheme2, ScalarType hidden_dtype, ScalarType out_dtype,"
+    " Tensor[]? ready=None) -> Tensor": linear_act_linear,
     "gated_linear(Tensor x, Tensor weight_gate, Tensor? bias_gate, Tensor weight_up,"
     " Tensor? bias_up, Tensor weight_down, Tensor? bias_down, str act, str scheme_gate,"
-    " str scheme_up, str scheme_down, ScalarType hidden_dtype, ScalarType out_dtype)"
-    " -> Tensor": gated_linear,
+    " str scheme_up, str scheme_down, ScalarType hidden_dtype, ScalarType out_dtype,"
+    " Tensor[]? ready=None) -> Tensor": gated_linear,
 }
 
 for _schema, _function in _LAYER_OPS.items():

@@ -39,7 +39,7 @@ def test_names():
     names = {
         "EngineError", "FormatError", "Fp4Error", "InputError", "Policy", "PolicyError",
         "PrecisionError", "PrecisionWarning", "QuantizedTensor", "Report", "apply", "explain",
-        "quantize",
+        "quantize", "weights_changed",
     }  # fmt: skip
     assert set(fp4.__all__) == names <= set(dir(fp4))
     assert all(getattr(fp4, name).__doc__ for name in names)
@@ -90,7 +90,7 @@ def test_backend_options():
     from fp4compile.backend import COMPILERS, OPTIONS
     from fp4compile.backend import fp4 as backend
 
-    assert OPTIONS == ("policy", "compiler")
+    assert OPTIONS == ("policy", "compiler", "cache_weights")
     assert COMPILERS == ("inductor", "aot_eager", "eager")
     assert list(inspect.signature(backend).parameters) == ["gm", "example_inputs", "options", "mode"]
 
