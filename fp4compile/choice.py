@@ -14,7 +14,7 @@ from .blocks import clean_name, find_blocks, is_linear, linears, unwrap
 from .passes.nodes import is_tensor, op
 from .passes.sites import Site
 from .passes.weights import is_constant, is_parameter
-from .policy import Policy, Resolution
+from .policy import Policy
 from .roots import Place, Places
 from .stamp import Decision, Stamp
 
@@ -39,6 +39,30 @@ def reads_data(node: Node) -> bool:
     return any(
         is_tensor(n) and not is_parameter(n) and not is_constant(n) for n in node.all_input_nodes
     )
+
+
+def resolve(
+    policy: Policy, model: nn.Module, below_break: bool
+) -> tuple[Mapping[nn.Module, Stamp], list[str]]:
+    """The stamps of the linears of ``model``, and warnings the first time that they are asked for.
+
+    ``below_break``: one graph serves every block of a class there, so that the model is stamped.
+    """
+    known, key = _resolved.setdefault(model, {}), stamping.digest(policy)
+    fresh = key not in known
+    resolution = policy.resolve(model) if fresh or below_break else None
+    if resolution is not None and fresh:
+        known[key] = weakref.WeakKeyDictionary(resolution.modules)
+    if resolution is not None and below_break:
+        stamping.stamp_modules(model, policy, resolution, automatic=True)
+    return known[key], resolution.warnings if resolution is not None and fresh else []
+
+
+def watch_layers(model: nn.Module, stamps: Mapping[nn.Module, Stamp]) -> None:
+    """Watch the linears of ``model`` that carry no stamp; the others are watched since they do."""
+    for name, module in model.named_modules():
+        if module in stamps and stamping.stamp_of(module) is None:
+            watching.watch(module, stamps[module], clean_name(name))
 
 
 class Choice:
@@ -86,29 +110,15 @@ class Choice:
         blocks = find_blocks(place.model)
         return self.policy.stamp_for(place.name, blocks.block_of(place.name) if blocks else None)
 
-    def _resolve(self, model: nn.Module, below_break: bool) -> weakref.WeakKeyDictionary:
-        """The stamps of the linears of ``model``, all of which are watched from now on."""
-        known, key = _resolved.setdefault(model, {}), stamping.digest(self.policy)
-        resolution: Resolution | None = None
-        if key not in known or below_break:
-            resolution = self.policy.resolve(model)
-        if key not in known:
-            assert resolution is not None
-            self.warnings += resolution.warnings
-            known[key] = weakref.WeakKeyDictionary(resolution.modules)
-        if below_break:
-            # One graph serves every block of a class there: only stamps keep them apart.
-            assert resolution is not None
-            stamping.stamp_modules(model, self.policy, resolution, automatic=True)
-        return known[key]
+    def _resolve(self, model: nn.Module, below_break: bool) -> Mapping[nn.Module, Stamp]:
+        stamps, warnings = resolve(self.policy, model, below_break)
+        self.warnings += warnings
+        return stamps
 
     def finish(self) -> None:
         """Watch the layers that the policy names: they must not run outside of compiled graphs."""
         for model in {asked.place.model for asked in self.asked if asked.place}:
-            stamps: Mapping = _resolved.get(model, {}).get(stamping.digest(self.policy), {})
-            for name, module in model.named_modules():
-                if module in stamps and stamping.stamp_of(module) is None:
-                    watching.watch(module, stamps[module], clean_name(name))
+            watch_layers(model, _resolved.get(model, {}).get(stamping.digest(self.policy), {}))
         for asked in self.asked:
             if asked.place is not None and asked.place.attribute == stamping.STAMP:
                 watching.seen_in_graph(asked.place.owner.module, asked.in_chain)

@@ -107,14 +107,18 @@ class Places:
         return self._names[model].get(module, type(module).__name__)
 
 
-def entry_root(module: nn.Module, inner: nn.Module) -> nn.Module:
+def entry_root(
+    module: nn.Module, inner: nn.Module, start: FrameType | None = None
+) -> nn.Module:
     """The outermost module of the compiled call that holds ``module``; ``inner`` if none does.
+
+    ``start``: the innermost frame that counts, for a graph that runs; default: the caller's.
 
     Below a graph break Dynamo compiles submodules as frames of their own, whose names are relative.
     The Python stack between the compiled call and Dynamo still has the modules that led there.
     """
     found = inner
-    frame: FrameType | None = sys._getframe(1)
+    frame: FrameType | None = start or sys._getframe(1)
     while frame is not None:
         code = frame.f_code
         if code.co_name in ENTRY and code.co_filename.endswith("eval_frame.py"):
