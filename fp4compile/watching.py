@@ -2,17 +2,19 @@
 
 Dynamo skips frames and stops at its recompile limit without asking the backend. A hook on
 each linear sees these runs; in compiled graphs it is inlined to nothing. Whether a layer that
-ran eagerly is part of an MLP chain (``chain: mlp``) is read off the autograd graph: without
-gradients such a layer is noticed only if a compiled graph has shown its chain before.
+ran eagerly is part of an MLP chain (``chain: mlp``) is read off the autograd graph, where there is
+none off the values: the input of the second linear is then an activation of the first's output.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from . import dynamo
 from .kernels.errors import PrecisionError
 from .notices import warn
+from .passes.activations import ACTIVATIONS as KNOWN
 from .stamp import Stamp
 
 ACTIVATIONS = {"Gelu", "Relu", "Silu", "Tanh", "Sigmoid", "Erf", "Threshold", "LeakyRelu", "Elu"}
@@ -29,6 +32,9 @@ BETWEEN = {"Mul", "Add", "Sub", "Rsub", "Div", "Neg", "Pow", "Exp", "Reciprocal"
 BETWEEN |= {"View", "UnsafeView", "ReshapeAlias", "Reshape", "Clone", "ToCopy", "Squeeze"}
 BETWEEN |= {"Unsqueeze", "Alias"}
 LIMIT = 48  # autograd nodes between two linears
+VALUES = 32  # of a row, to compare two tensors by
+TELLING = 4  # of them must differ from the linear's output, and must not be 0
+TRIES = 8  # runs without an autograd graph in which a layer's values are compared
 KEY = "fp4_layer"
 
 
@@ -36,7 +42,8 @@ KEY = "fp4_layer"
 class Watch:
     """A linear's name and stamp; ``in_chain``: None until a graph or an eager run shows it.
 
-    ``eager`` and ``alone`` count its runs outside of compiled graphs and as a graph of its own.
+    ``eager`` and ``alone`` count its runs outside of compiled graphs and as a graph of its own,
+    ``tried`` those in which its chain was looked for by values.
     """
 
     name: str
@@ -44,6 +51,7 @@ class Watch:
     in_chain: bool | None = None
     eager: int = 0
     alone: int = 0
+    tried: int = 0
     told: bool = False
 
     @property
@@ -57,6 +65,9 @@ class Watch:
 class _State(threading.local):
     quiet: bool = False
     compiled: set[int] = field(default_factory=set)
+    outputs: deque[tuple[weakref.ref, list[float]]] = field(
+        default_factory=lambda: deque(maxlen=3)
+    )
 
 
 _watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
@@ -146,6 +157,8 @@ def _ran_eagerly(module: nn.Module, args: Any, out: Any) -> None:
     if doubtful and isinstance(out, Tensor) and out.grad_fn is not None:
         metadata: Any = out.grad_fn.metadata  # a dict; torch types it as a method
         metadata[KEY] = weakref.ref(module)
+    elif doubtful and known is not None and known.tried < TRIES:
+        _state.outputs.append((weakref.ref(module), _sample(out)))
 
 
 def _ran(module: nn.Module, args: Any) -> None:
@@ -154,12 +167,13 @@ def _ran(module: nn.Module, args: Any) -> None:
         return
     known.eager += 1
     if known.in_chain is None and any(known.names):
-        for other in _chain_behind(args):
-            for found in (_watch_of(other), known):
+        chain = _chain_behind(args) or _chain_by_values(known, args)
+        for module in chain:
+            for found in (_watch_of(module), known):
                 if found is not None:
                     found.in_chain = True
-        for other in _chain_behind(args):
-            _alarm(_watch_of(other))
+        for module in chain:
+            _alarm(_watch_of(module))
     if all(known.names):
         _alarm(known)
 
@@ -202,3 +216,52 @@ def _chain_behind(args: Any) -> list[nn.Module]:
             active = active or kind in ACTIVATIONS
             todo += [f for f, _ in node.next_functions if f is not None]
     return linears if active and len(linears) <= 2 else []
+
+
+def _sample(x: Any) -> list[float]:
+    """The first values of the first row; [] where they cannot be read."""
+    if type(x) is not Tensor or x.is_meta or x.ndim == 0:
+        return []
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return []
+    try:
+        return x.detach()[(0,) * (x.ndim - 1)][:VALUES].tolist()
+    except (RuntimeError, IndexError):  # a batched tensor of torch.func; an empty one
+        return []
+
+
+def _chain_by_values(known: Watch, args: Any) -> list[nn.Module]:
+    """The linears before ``known`` whose outputs ``args[0]`` is an activation of, act(g) * u too.
+
+    For runs without an autograd graph; the first rows of the tensors are compared.
+    """
+    x = args[0] if args else None
+    if not isinstance(x, Tensor) or x.grad_fn is not None or known.tried >= TRIES:
+        return []
+    known.tried += 1
+    values = _sample(x)
+    outputs = [(ref(), sample) for ref, sample in _state.outputs]
+    before = [(m, sample) for m, sample in outputs if m is not None and len(sample) == len(values)]
+    for module, gate in before:
+        if _is_activation(values, gate, None):
+            return [module]
+    for (module, gate), (other, up) in permutations(before, 2):
+        if module is not other and _is_activation(values, gate, up):
+            return [module, other]
+    return []
+
+
+def _is_activation(values: list[float], gate: list[float], up: list[float] | None) -> bool:
+    """Whether ``values`` are act(gate) * up, to BF16's precision, not zeros and not ``gate``."""
+    changed = sum(abs(v - g) > 0.01 * abs(g) for v, g in zip(values, gate))
+    if min(changed, sum(abs(v) > 1e-6 for v in values)) < TELLING:
+        return False
+    triples = list(zip(values, gate, up or [1.0] * len(gate)))
+    return any(all(_close(v, act, g, u) for v, g, u in triples) for act in KNOWN.values())
+
+
+def _close(value: float, act: Callable[..., float], gate: float, up: float) -> bool:
+    try:
+        return abs(value - act(gate) * up) <= 0.02 * abs(value) + 1e-3 * abs(up)
+    except ArithmeticError:
+        return False

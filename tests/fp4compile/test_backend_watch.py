@@ -126,6 +126,55 @@ def test_a_gated_chain_is_seen_in_eager_runs():
     assert sorted(alarms(texts)) == ["inner.down", "inner.gate", "inner.up"]
 
 
+class Acts(nn.Module):
+    """An eager MLP whose down projection reads ``between`` of two linears' outputs."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(D, D) for _ in range(3))
+        self.between = between
+
+    @torch._dynamo.disable
+    def forward(self, x):
+        return self.down(self.between(self.gate(x), self.up(x)))
+
+
+CHAINS = {
+    "gelu": (lambda g, u: F.gelu(g), {"gate", "down"}),
+    "relu in place": (lambda g, u: F.relu_(u), {"up", "down"}),
+    "swiglu": (lambda g, u: F.silu(g) * u, {"gate", "up", "down"}),
+    "dropout, off": (lambda g, u: F.dropout(F.relu(u) ** 2, training=False), {"up", "down"}),
+    "none": (lambda g, u: u, set()),
+    "scaled": (lambda g, u: u * 2, set()),
+    "attention": (lambda g, u: torch.softmax(g @ u.mT, -1) @ u, set()),
+    "zeros": (lambda g, u: F.relu(u) * 0, set()),
+    "product": (lambda g, u: g * u, set()),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("case", CHAINS)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_a_chain_is_seen_in_the_values(case, dtype, mode):
+    between, chain = CHAINS[case]
+    call = compiled(Holder(Acts(between)).to(dtype))
+    with mode(), precision_warnings() as texts:
+        for _ in range(2):
+            call(X.to(dtype))
+    assert sorted(alarms(texts)) == sorted(f"inner.{name}" for name in chain)
+
+
+def test_layers_in_no_chain_are_compared_a_few_times_only(monkeypatch):
+    seen, original = [], watching._sample
+    monkeypatch.setattr(watching, "_sample", lambda x: seen.append(x) or original(x))
+    call = compiled(Holder(Acts(CHAINS["none"][0])))
+    with torch.no_grad():
+        for _ in range(3 * watching.TRIES):
+            call(X)
+    layers = 3 + 2  # the holder's own may run eagerly, too; an input and an output each
+    assert 0 < len(seen) <= layers * 2 * watching.TRIES
+
+
 def test_eager_chains_hold_no_graph_alive():
     import gc
     import weakref
