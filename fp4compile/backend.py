@@ -179,9 +179,12 @@ def compile_graph(
         return aot_eager(gm, example_inputs)
     from torch._inductor.compile_fx import compile_fx
 
+    from .kernels.engines import prepare
     from .kernels.inductor import register
 
     register()
+    for device in {t.device for t in example_inputs if isinstance(t, torch.Tensor)}:
+        prepare(device)
     try:
         options = {**(ONE_KERNEL if has_chains(gm) else {}), **options}
         compiled: Any = compile_fx(gm, example_inputs, config_patches=patches(options, policy))

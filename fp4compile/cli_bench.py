@@ -65,3 +65,12 @@ def gpt(out: Out = None, width: int = 2048, layers: int = 12) -> None:
     from .bench.training import run_gpt
 
     show(run_gpt(width, layers), out)
+
+
+@app.command()
+@one_line_errors
+def decode(out: Out = None, width: int = 2048, layers: int = 12) -> None:
+    """A GPT one token at a time: KV cache, CUDA graphs, BF16, weights quantized once."""
+    from .bench.decoding import run
+
+    show(run(width, layers), out)

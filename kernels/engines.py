@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .formats import TensorFormat
 
@@ -49,6 +50,16 @@ def choose(left: TensorFormat, right: TensorFormat, device: torch.device) -> Eng
     if left.exact_in_fp8 and right.exact_in_fp8 and capability >= (8, 9):
         return FP8
     return BF16 if capability >= (8, 0) else REFERENCE
+
+
+_ones: dict[torch.device, Tensor] = {}
+
+
+def prepare(device: torch.device) -> None:
+    """Make now what GEMMs on ``device`` need at each call: not in the memory of a CUDA graph."""
+    if device.type == "cuda" and device not in _ones:
+        with _disable_current_modes():  # a fake tensor is of no use later
+            _ones[device] = torch.ones((), dtype=torch.float32, device=device)
 
 
 def pad_columns(a: Tensor, columns: int) -> Tensor:
@@ -104,7 +115,9 @@ def _fp8(
         b, out = torch.nn.functional.pad(b, (0, 0, 0, -n % FP8_ALIGN)), None
     if 0 in (m, n, k):
         return torch.zeros(m, n, dtype=out_dtype, device=a.device)
-    one = torch.ones((), dtype=torch.float32, device=a.device)
+    one = _ones.get(a.device)
+    if one is None:
+        one = torch.ones((), dtype=torch.float32, device=a.device)
     e4m3 = torch.float8_e4m3fn
     result = torch._scaled_mm(
         a.view(e4m3), b.view(e4m3).t(), one, one, out_dtype=out_dtype, use_fast_accum=fast, out=out

@@ -76,7 +76,7 @@ def run_mlp(widths: tuple[int, ...] = (2048, 4096, 8192), tokens: int = 32768) -
             if "ms" in row:
                 row["tflops"] = round(flops / row["ms"] / 1e9)
             result["rows"].append({"d": d, "arm": name, **row})
-    return _with_ratios(result, "d")
+    return with_ratios(result, "d")
 
 
 def run_gpt(
@@ -88,10 +88,11 @@ def run_gpt(
     for name, arm in gpt_arms().items():
         row = measure(partial(gpt_step, arm, width, layers, context, tokens))
         result["rows"].append({"width": width, "arm": name, **row})
-    return _with_ratios(result, "width")
+    return with_ratios(result, "width")
 
 
-def _with_ratios(result: dict, key: str) -> dict:
+def with_ratios(result: dict, key: str) -> dict:
+    """``result`` with every row's time and memory over those of the BF16 row of equal ``key``."""
     base = {row[key]: row for row in result["rows"] if row["arm"] == "bf16"}
     for row in result["rows"]:
         first = base.get(row[key], {})

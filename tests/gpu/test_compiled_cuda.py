@@ -1,0 +1,101 @@
+"""Compiled training steps on a GPU: every way of compiling gives what the rewritten graph says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._inductor import config as inductor_config
+
+import fp4compile as fp4
+
+D, M = 256, 384
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(D, 4 * D), nn.Linear(4 * D, D)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Glu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(D, 2 * D, bias=False), nn.Linear(D, 2 * D)
+        self.down = nn.Linear(2 * D, D)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def policy(recipe):
+    return fp4.Policy.from_dict({"version": 1, "recipe": recipe, "default": "low"})
+
+
+def steps(kind, recipe, dtype=torch.bfloat16, steps=1, mode=None, dynamic=None, **options):
+    """Output and gradients of the last of several equal steps."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = kind().to("cuda", dtype)
+    options = {"policy": policy(recipe), **options}
+    call = torch.compile(
+        model, backend="fp4", fullgraph=True, mode=mode, dynamic=dynamic, options=options
+    )
+    x = torch.randn(M, D, device="cuda", dtype=dtype, requires_grad=True)
+    for _ in range(steps):
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        torch.manual_seed(5)
+        y = call(x)
+        y.float().square().mean().backward()
+    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in model.parameters()))]
+
+
+@pytest.mark.parametrize("kind", [Mlp, Glu])
+@pytest.mark.parametrize("recipe", ["fp8-exact", "thinking-machines", "mxfp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_inductor_gives_the_graphs_bits(kind, recipe, dtype):
+    """The hidden gradient is written over the product, epilogues are fused: no bit changes.
+
+    But those of BF16 results between fused pointwise nodes, which Inductor keeps in FP32.
+    """
+    with inductor_config.patch(fallback_random=True):
+        got = steps(kind, recipe, dtype)
+        want = steps(kind, recipe, dtype, compiler="aot_eager")
+    for a, b in zip(got, want):
+        off = (a.float() - b.float()).norm() / b.float().norm()
+        assert off <= (1e-6 if dtype == torch.float32 else 3e-3), off
+
+
+WAYS = {
+    "reduce-overhead": {"mode": "reduce-overhead", "steps": 4},
+    "max-autotune": {"mode": "max-autotune", "steps": 2},
+    "dynamic": {"dynamic": True},
+    "cached weights": {"cache_weights": True, "steps": 3, "triton.cudagraphs": True},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ways_of_compiling(way):
+    """Noise of another seed apart (about 4 %), the same gradients; the forward bit for bit."""
+    want = steps(Mlp, "fp8-exact")
+    got = steps(Mlp, "fp8-exact", **WAYS[way])
+    assert (got[0].float() - want[0].float()).norm() / want[0].float().norm() <= 3e-3
+    for a, b in zip(got[1:], want[1:]):
+        assert (a.float() - b.float()).norm() / b.float().norm() < 0.12
+
+
+def test_epilogues_are_fused(tmp_path):
+    """The factors of GEMM results are applied by one pointwise kernel a result, in place."""
+    from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
+
+    with fresh_inductor_cache():
+        _, sources = run_and_get_code(steps, Mlp, "fp8-exact")
+    code = "\n".join(sources)
+    assert code.count("torch.ops.fp4.scaled_mm.out(") == 6
+    assert code.count("torch.ops.fp4.act_grad_.default(") == 1
+    assert "in_out_ptr0" in code
