@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from .nodes import CASTS, COPIES, RESHAPES, arg, is_tensor, number, op
+from .nodes import CASTS, COPIES, MODES, RESHAPES, arg, attribute, is_tensor, number, op
 
 Function = Callable[..., float]
 
@@ -95,7 +95,25 @@ class Activation(NamedTuple):
 
 def pointwise(node: Node) -> bool:
     """True for an operation that this module can evaluate element by element."""
-    return _word(node) in POINTWISE or op(node) in PASS_THROUGH
+    return _word(node) in POINTWISE or op(node) in PASS_THROUGH or function_of(node) is not None
+
+
+def function_of(node: Node) -> Graph | None:
+    """The forward of the elementwise `torch.autograd.Function` whose result a node is, or None."""
+    call = node.args[0] if op(node) == "getitem" and node.args[1] == 0 else None
+    if not isinstance(call, Node) or op(call) != "autograd_function_apply":
+        return None
+    forward: Any = call.args[0]
+    body = attribute(call.graph.owning_module, forward.target).graph
+    inside = [n for n in body.nodes if n.op not in ("placeholder", "output")]
+    known = all(op(n) in MODES or pointwise(n) for n in inside)
+    return body if known and len(call.args) == 3 else None
+
+
+def inputs(node: Node) -> list[Node]:
+    """The tensors that a pointwise node is computed from."""
+    call: Any = node.args[0] if function_of(node) is not None else node
+    return [n for n in call.all_input_nodes if is_tensor(n)]
 
 
 def _word(node: Node) -> str:
@@ -146,10 +164,20 @@ def _evaluate(out: Node, values: Mapping[Node, float]) -> float | None:
     def visit(node: Node) -> float:
         if op(node) in PASS_THROUGH:
             return of(node.args[0] if node.args else arg(node, 0, "input"))
+        body = function_of(node)
+        if body is not None:
+            return of_function(body, *(of(n) for n in inputs(node)))
         args = [of(a) for a in node.args]
         kwargs = {k: of(v) for k, v in node.kwargs.items() if k not in ("input", "dtype")}
         args = [of(node.kwargs["input"]), *args] if "input" in node.kwargs else args
         return POINTWISE[_word(node)](*args, **kwargs)
+
+    def of_function(body: Graph, x: float) -> float:
+        memo[next(iter(body.nodes))] = x
+        result: Any = body.output_node().args[0]
+        while isinstance(result, (tuple, list)):
+            result = result[0]
+        return of(result)
 
     try:
         got = of(out)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from .activations import Activation, pointwise, recognise
-from .nodes import CASTS, MODES, RESHAPES, arg, dim, is_tensor, mutated, number, op, shape, value
+from .activations import Activation, function_of, inputs, pointwise, recognise
+from .nodes import CASTS, MODES, RESHAPES, arg, dim, mutated, number, op, shape, value
 from .sites import Site
 
 LIMIT = 48  # nodes between two linears
@@ -83,7 +83,7 @@ def _region(end: Node, by_node: dict[Node, Site]) -> tuple[list[Node], list[Node
             leaves.append(node)
         else:
             nodes.add(node)
-            todo += [n for n in node.all_input_nodes if is_tensor(n)]
+            todo += inputs(node)
         if len(nodes) > LIMIT or len(leaves) > 2:
             return None
     if not nodes or not all(_keeps_rows(node) for node in nodes):
@@ -93,12 +93,12 @@ def _region(end: Node, by_node: dict[Node, Site]) -> tuple[list[Node], list[Node
 
 def _keeps_rows(node: Node) -> bool:
     """True where row i of the result depends on row i of the inputs alone, element by element."""
-    inputs = [n for n in node.all_input_nodes if is_tensor(n)]
-    if op(node) in CASTS | {"dropout"} and value(node).device != value(inputs[0]).device:
+    read = inputs(node)
+    if op(node) in CASTS | {"dropout"} and value(node).device != value(read[0]).device:
         return False
     if op(node) in RESHAPES:
-        return shape(node)[-1:] == shape(inputs[0])[-1:]
-    return all(shape(n) == shape(node) for n in inputs)
+        return shape(node)[-1:] == shape(read[0])[-1:]
+    return all(shape(n) == shape(node) for n in read)
 
 
 def _fused_halves(leaves: list[Node], by_node: dict[Node, Site]) -> Site | None:
@@ -124,7 +124,7 @@ def _rows(x: Node) -> Node:
 
 def _blocked(chain: Chain) -> str | None:
     """Why a chain cannot be one operator; None if it can."""
-    for why in (_site_refused, _act_unsupported, _dropout, _outside_users, _dtypes, _interrupted):
+    for why in CHECKS:
         reason = why(chain)
         if reason:
             return f"{reason}: no chain"
@@ -138,6 +138,11 @@ def _site_refused(chain: Chain) -> str | None:
 
 def _act_unsupported(chain: Chain) -> str | None:
     return None if chain.act.supported else f"activation {chain.act.name} has no operator"
+
+
+def _own_backward(chain: Chain) -> str | None:
+    own = any(function_of(node) is not None for node in chain.nodes)
+    return "the activation is an autograd.Function with a backward of its own" if own else None
 
 
 def _dropout(chain: Chain) -> str | None:
@@ -187,6 +192,11 @@ def _interrupted(chain: Chain) -> str | None:
             return f"an in-place operation between ({node.name})"
         node = node.next
     return None
+
+
+CHECKS = (
+    _site_refused, _act_unsupported, _own_backward, _dropout, _outside_users, _dtypes, _interrupted,
+)  # fmt: skip
 
 
 def sizes(node: Node, before: Node) -> list | None:

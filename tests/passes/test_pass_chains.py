@@ -150,6 +150,56 @@ def test_blocked_with_a_reason(function, why):
     assert {row.rule for row in run.rows} == {"chain: mlp"}
 
 
+class OwnBackward(torch.autograd.Function):
+    """BLOOM's and Megatron's way to write an activation."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+    @staticmethod
+    def backward(ctx, g):
+        (x,) = ctx.saved_tensors
+        t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+        slope = 0.5 * x * (1 - t * t) * (0.79788456 + 0.1070322243 * x * x) + 0.5 * (1 + t)
+        return g * slope
+
+
+class StraightThrough(torch.autograd.Function):
+    """The forward is GELU's, the backward is not its derivative: it must stay."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 0.5 * (1.0 + torch.erf(x * 0.7071067811865476))
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+class Doubled(torch.autograd.Function):
+    """No activation of the table."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * 2
+
+
+@pytest.mark.parametrize("function", [OwnBackward, StraightThrough, Doubled])
+def test_an_autograd_function_keeps_its_backward(function):
+    run = same_as_eager(MLP(between=lambda h: function.apply(h), act=nn.Identity()), X)
+    assert run.counts == {"linear": 2}
+    known = function is not Doubled
+    why = "the activation is an autograd.Function with a backward of its own: no chain"
+    assert reasons(run) == [why if known else ""] * 2
+    assert {row.rule for row in run.rows} == {"chain: mlp" if known else "default"}
+
+
 def test_a_hidden_tensor_with_two_linears():
     run = same_as_eager(Custom(two_readers), X)
     assert run.counts == {"linear": 3}
