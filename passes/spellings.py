@@ -11,7 +11,7 @@ from .nodes import arg, is_tensor, op, value
 from .weights import weight_of
 
 MATMULS = ("matmul", "mm")
-BATCHED = ("bmm", "baddbmm", "_grouped_mm")
+BATCHED = ("bmm", "baddbmm")
 
 
 class Call(NamedTuple):
@@ -56,9 +56,9 @@ def _call(node: Node) -> Call | None:
         left = arg(node, 0, "input")
         right = arg(node, 1, "other", node.kwargs.get("mat2"))
         return _matmul(left, right)
-    if name in BATCHED:
+    if name in BATCHED or "grouped_mm" in name:
         at = 1 if name == "baddbmm" else 0
-        return _batched(node.args[at : at + 2])
+        return _batched((*node.args, *node.kwargs.values())[at : at + 2])
     return _einsum(node) if name == "einsum" else None
 
 
@@ -76,7 +76,10 @@ def _matmul(left: Any, right: Any) -> Call | None:
 
 
 def _batched(operands: tuple) -> Call | None:
-    """A product of batches of matrices; reported where one of them is a parameter."""
+    """A product of batches of matrices; reported where one of them is a parameter.
+
+    Libraries have operators of their own for groups of rows: ``transformers::grouped_mm...``.
+    """
     for i, node in enumerate(operands):
         if is_tensor(node) and value(node).dim() > 2 and weight_of(node).node is not None:
             why = "the weight is a batch of matrices (experts): only 2-D weights are supported"

@@ -155,6 +155,35 @@ def test_batched_weights_are_reported():
     )
 
 
+@torch.library.custom_op("fp4_tests::grouped_mm", mutates_args=())
+def grouped_mm(x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+    """A library's own operator for groups of rows, each with a matrix of its own."""
+    groups = zip(x.tensor_split(offs[:-1].tolist()), weight)
+    return torch.cat([rows @ w for rows, w in groups])
+
+
+@grouped_mm.register_fake
+def _(x, weight, offs):
+    return x.new_empty(x.shape[0], weight.shape[-1])
+
+
+@pytest.mark.parametrize("keywords", [False, True])
+def test_experts_in_a_librarys_operator_are_reported(keywords):
+    class Experts(Batch):
+        def forward(self, x):
+            offs, weight = torch.tensor([3, 10], dtype=torch.int32), self.experts.transpose(-2, -1)
+            weight = weight.transpose(-2, -1)
+            if keywords:
+                return torch.ops.fp4_tests.grouped_mm(x=x, weight=weight, offs=offs)
+            return torch.ops.fp4_tests.grouped_mm(x, weight, offs)
+
+    with torch.no_grad():
+        run = compiled(Experts(), torch.randn(10, 32))
+    (row,) = run.rows
+    assert (row.fqn, row.kind, row.shape, row.status) == ("experts", "batched", "16×32", "left")
+    assert "batch of matrices" in row.reason and run.before == run.after
+
+
 @pytest.mark.parametrize(
     "dtype, why",
     [
