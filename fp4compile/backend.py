@@ -159,7 +159,9 @@ def _report(choice: Choice, described: list[Described]) -> None:
                 [str(each.stamp) for each in mine], [each.shared for each in mine],
             )
         )  # fmt: skip
-    nothing = choice.complete and not any(r.rewritten or r.noticed for r in found)
+    # A part of a stamped model may well be all original.
+    part = described and all(each.part and not each.row.refused for each in described)
+    nothing = choice.complete and not part and not any(r.rewritten or r.noticed for r in found)
     for warning in choice.own_warnings if nothing else choice.warnings:
         warn(warning)
     if nothing and found:

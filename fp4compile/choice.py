@@ -11,8 +11,10 @@ from torch.fx import GraphModule, Node
 
 from . import dynamo, stamping, watching
 from .blocks import clean_name, find_blocks, is_linear, linears, unwrap
+from .passes.chains import find_chains
+from .passes.names import source_name
 from .passes.nodes import is_tensor, op
-from .passes.sites import Site
+from .passes.sites import Site, find_sites
 from .passes.weights import is_constant, is_parameter
 from .policy import Policy
 from .roots import Place, Places
@@ -21,14 +23,19 @@ from .stamp import Decision, Stamp
 _resolved: weakref.WeakKeyDictionary[nn.Module, dict[str, weakref.WeakKeyDictionary]] = (
     weakref.WeakKeyDictionary()
 )
+_members: weakref.WeakKeyDictionary[GraphModule, set[str]] = weakref.WeakKeyDictionary()
 
 
 @dataclass
 class Asked:
-    """One question of the passes, and what was answered."""
+    """One question of the passes, and what was answered.
+
+    ``cut``: the layer is in a chain, of which DDP put a part into another graph.
+    """
 
     site: Site
     in_chain: bool
+    cut: bool
     place: Place | None
     stamp: Stamp
     decision: Decision
@@ -58,6 +65,14 @@ def resolve(
     return known[key], resolution.warnings if resolution is not None and fresh else []
 
 
+def chain_members(gm: GraphModule) -> set[str]:
+    """The weights of the layers that are in chains, by their sources' names."""
+    if gm not in _members:
+        sites = [site for chain in find_chains(find_sites(gm)) for site in chain.sites]
+        _members[gm] = {source_name(s.source) for s in sites if s.source is not None}
+    return _members[gm]
+
+
 def watch_layers(model: nn.Module, stamps: Mapping[nn.Module, Stamp]) -> None:
     """Watch the linears of ``model`` that carry no stamp; the others are watched since they do."""
     for name, module in model.named_modules():
@@ -76,13 +91,20 @@ class Choice:
     ) -> None:
         self.policy, self.explicit, self.explaining = policy, explicit, explaining
         self.places = Places(gm)
+        whole = dynamo.before_split(gm)
+        self._whole_chains = chain_members(whole) if whole is not None else set()
         self.asked: list[Asked] = []
         self.label = policy.name
         self.warnings: list[str] = []
 
     def __call__(self, site: Site, role: str | None) -> Decision:
-        """The decision for ``site``; ``role`` is "mlp" where it is part of a chain."""
+        """The decision for ``site``; ``role`` is "mlp" where it is part of a chain.
+
+        A chain that DDP cut is one still: its layers keep their precision, each by itself.
+        """
         place = self.places.of(site)
+        cut = role is None and self._cut(site)
+        in_chain = cut or role is not None
         if place is None:
             stamp = self.policy.stamp_for(site.name)
         else:
@@ -90,9 +112,12 @@ class Choice:
             dynamo.guard_stamp(place.owner, place.attribute)
             if self.explaining:
                 dynamo.guard_identity(place.owner)
-        decision = stamp.decision(role is not None)
-        self.asked.append(Asked(site, role is not None, place, stamp, decision))
+        decision = stamp.decision(in_chain)
+        self.asked.append(Asked(site, in_chain, cut, place, stamp, decision))
         return decision
+
+    def _cut(self, site: Site) -> bool:
+        return site.source is not None and source_name(site.source) in self._whole_chains
 
     def _stamp(self, place: Place) -> Stamp:
         module = place.owner.module

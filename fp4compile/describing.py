@@ -22,6 +22,8 @@ from .saved import activation_bytes, weight_bytes
 from .stamp import Stamp
 from .stamping import name_of
 
+CUT = "DDP put the chain's other layers into another bucket: no chain"
+
 
 @dataclass
 class Described:
@@ -43,6 +45,11 @@ class Described:
         return stamped or self.row.fqn
 
     @property
+    def part(self) -> bool:
+        """True where the model that is compiled is only a part of the one that was stamped."""
+        return self.title != self.row.fqn
+
+    @property
     def shared(self) -> tuple | None:
         """Equal for the layers that one graph below a graph break may serve."""
         if self.place is None or not self.place.below_break:
@@ -56,10 +63,11 @@ def describe(choice: Choice, rows: list[rewrite.Row], gm: GraphModule) -> list[D
     described = []
     for asked, row, (saved, original) in zip(choice.asked, rows, sizes, strict=True):
         scheme = asked.decision.scheme
+        reason = CUT if asked.cut and not row.reason else row.reason
         full = report.Row(
             asked.place.name if asked.place is not None else row.fqn,
             row.kind, row.shape, row.scheme, row.scheme_name, row.rule,
-            _engine(asked.site, row, scheme), saved, original, row.status, row.reason, row.chain,
+            _engine(asked.site, row, scheme), saved, original, row.status, reason, row.chain,
             refused=not scheme.original and row.status != "rewritten",
         )  # fmt: skip
         described.append(Described(full, asked.place, asked.stamp))

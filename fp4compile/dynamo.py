@@ -9,10 +9,11 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -49,6 +50,21 @@ def current_frame() -> Frame | None:
 def ends_in_break(gm: GraphModule) -> bool:
     """True where the frame's graph goes on after a graph break."""
     return bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+
+
+def before_split(gm: GraphModule) -> GraphModule | None:
+    """The captured graph of which ``gm`` is DDP's part for one bucket of gradients; None if none.
+
+    DDP's optimizer cuts a graph before it asks the backend; its own frame still has the whole.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "compile_fn" and code.co_filename.endswith("distributed.py"):
+            whole = frame.f_locals.get("gm")
+            return whole if isinstance(whole, GraphModule) and whole is not gm else None
+        frame = frame.f_back
+    return None
 
 
 # Sources -----------------------------------------------------------------------------------------

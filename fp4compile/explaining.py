@@ -93,30 +93,42 @@ def _recorded(model: nn.Module) -> Report:
         _no_inputs(model, inside if parts else "has no graph of its own under backend 'fp4' yet")
     complete = Report(report.policy, list(report.rows), report.graphs)
     rows: dict[str, list[Row]] = {}
+    numbers: dict[tuple, int] = {}  # chains by the part of the model that a graph served
     for module, (name, *_) in linears(model).items():
         stamp = str(stamping.stamp_of(module) or "")
-        found = reports.variant(model, name, stamp) or _served(model, module, name, stamp)
-        if found:
-            rows[name] = found
+        found, holder = reports.variant(model, name, stamp) or [], model
+        if not found:
+            found, holder = _served(model, module, name, stamp)
+        for row in found:
+            number = row.chain
+            if number is not None:  # negative: the report's own are not
+                number = numbers.setdefault((holder, number), -1 - len(numbers))
+            rows.setdefault(name, []).append(replace(row, chain=number))
     complete.replace(rows)
     eager = {module for module in linears(model) if watching.eager_runs(module)}
     _add_missing(complete, model, None, eager, "")
     return complete
 
 
-def _served(model: nn.Module, module: nn.Module, name: str, stamp: str) -> list[Row]:
-    """The row of a layer that runs in the graph of another one with an equal stamp."""
+def _served(
+    model: nn.Module, module: nn.Module, name: str, stamp: str
+) -> tuple[list[Row], nn.Module]:
+    """The row of a layer that runs in the graph of another one, and which part of ``model`` does.
+
+    The two layers have equal stamps.
+    """
     own = stamping.stamp_of(module)
     if own is None or watching.eager_runs(module):
-        return []
+        return [], model
     for prefix, holder in model.named_modules():
         if all(m is not module for m in holder.modules()):
             continue
         relative = name.removeprefix(clean_name(prefix)).removeprefix(".")
         row = reports.shared(model, (type(holder), relative, stamp))
         if row is not None and (holder is not module or watching.ran_alone(module)):
-            return [replace(row, fqn=name, rule=own.decision(row.chain is not None).rule)]
-    return []
+            rule = own.decision(row.chain is not None).rule
+            return [replace(row, fqn=name, rule=rule)], holder
+    return [], model
 
 
 def _collector(report: Report, policy: Policy, explicit: bool, codes: dict) -> Callable:

@@ -190,11 +190,19 @@ class _Record:
     """A model's report, and what each layer's row is under every stamp that was compiled.
 
     ``shared``: rows of graphs that serve other layers as well, by what these have in common.
+    ``chains``: how many chains all graphs have; the rows' numbers here differ from graph to graph.
     """
 
     report: Report
     variants: dict[tuple[str, str], list[Row]] = field(default_factory=dict)
     shared: dict[tuple, Row] = field(default_factory=dict)
+    chains: int = 0
+
+    def number_chains(self, rows: list[Row]) -> list[Row]:
+        """A graph's rows with numbers that no other graph's chains have."""
+        offset = self.chains
+        self.chains += 1 + max((r.chain for r in rows if r.chain is not None), default=-1)
+        return [r if r.chain is None else replace(r, chain=offset + r.chain) for r in rows]
 
 
 class Reports:
@@ -221,6 +229,7 @@ class Reports:
             if root is not None:
                 self._by_root[root] = record
         record.report.add(rows, torch.is_grad_enabled())
+        rows = record.number_chains(rows)
         variants: dict[tuple[str, str], list[Row]] = {}
         for row, stamp in zip(rows, stamps):
             variants.setdefault((row.fqn, stamp), []).append(row)
