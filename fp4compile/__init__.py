@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .bisecting import bisect
     from .explaining import explain
     from .kernels.errors import (
         EngineError,
@@ -29,6 +30,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "apply": ".stamping",
+    "bisect": ".bisecting",
     "explain": ".explaining",
     "Policy": ".policy",
     "Report": ".report",
@@ -55,6 +57,7 @@ __all__ = [
     "QuantizedTensor",
     "Report",
     "apply",
+    "bisect",
     "explain",
     "quantize",
     "weights_changed",

@@ -38,7 +38,7 @@ ROW = [
 def test_names():
     names = {
         "EngineError", "FormatError", "Fp4Error", "InputError", "Policy", "PolicyError",
-        "PrecisionError", "PrecisionWarning", "QuantizedTensor", "Report", "apply", "explain",
+        "PrecisionError", "PrecisionWarning", "QuantizedTensor", "Report", "apply", "bisect", "explain",
         "quantize", "weights_changed",
     }  # fmt: skip
     assert set(fp4.__all__) == names <= set(dir(fp4))
@@ -127,7 +127,7 @@ def test_commands():
     found = commands(app)
     assert wanted.items() <= found.items()
     groups = {name.split()[0] for name in set(found) - set(wanted)}
-    assert groups <= {"bench", "warmup", "calibrate", "export", "verify"}
+    assert groups <= {"bench", "warmup", "bisect", "calibrate", "export", "verify"}
 
 
 def test_environment():

@@ -1,0 +1,37 @@
+"""``fp4compile bisect``: which layer moves the loss."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from .cli_errors import one_line_errors
+from .kernels.errors import Fp4Error
+
+
+@one_line_errors
+def bisect(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="module:factory, a function that returns (model, loss); loss(model) is a scalar"
+        ),
+    ],
+    policy: Annotated[
+        str | None, typer.Option(help="a policy file or a recipe; default: fp8-exact")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """Quantize one layer and one GEMM at a time; say what each does to the loss and gradients."""
+    from torch import nn
+
+    from .bisecting import bisect as run
+    from .cli_policy import call
+
+    made = call(model)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise Fp4Error(f"{model}: returned {type(made).__name__}; return (module, loss)")
+    result = run(*made, policy=policy)
+    typer.echo(json.dumps(result.as_dict(), indent=1) if as_json else str(result))
