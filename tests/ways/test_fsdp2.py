@@ -1,0 +1,48 @@
+"""FSDP2 (`fully_shard`) by two ranks on the CPU: same bits as one process that sees both batches."""
+
+from __future__ import annotations
+
+import pytest
+from ranks import launch
+
+BLOCKS = ["left", "low", "low", "mxfp8"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    return launch("fsdp2_ranks.py", tmp_path_factory.mktemp("fsdp2"))
+
+
+@pytest.mark.parametrize("way", ["compiled after", "compiled before", "wrapped before"])
+def test_every_block_has_its_precision(ranks, way):
+    for found in ranks:
+        for i, scheme in enumerate(BLOCKS):
+            assert found[way]["schemes"][i] == dict.fromkeys(["attn", "mlp.up", "mlp.down"], scheme)
+        assert found[way]["warnings"] == []
+
+
+def test_whole_models_below_fsdps_graph_breaks(ranks):
+    for found in ranks:
+        layers = found["whole"]["schemes"]
+        # FSDP's hooks break the root's loop, behind which Dynamo runs a lone linear eagerly.
+        assert layers.pop("head") in ("left", "not compiled") and len(layers) == 12
+        assert all(scheme == BLOCKS[int(name.split(".")[1])] for name, scheme in layers.items())
+        assert found["whole"]["warnings"] == []
+
+
+@pytest.mark.parametrize("way", ["compiled after", "compiled before", "wrapped before", "whole"])
+def test_gradients_are_the_mean_of_the_ranks(ranks, way):
+    for found in ranks:
+        gradients = found[way]["gradients"]
+        assert found[way]["forward"] and len(gradients) == 4 * 8 + 2
+        assert all(gradients.values()), [n for n, same in gradients.items() if not same]
+
+
+def test_a_distributed_checkpoint_gives_the_same_next_steps(ranks):
+    for found in ranks:
+        assert found["checkpoint"]["same"] and found["checkpoint"]["noise matters"]
+        assert not any("fp4" in key for key in found["checkpoint"]["keys"])
+
+
+def test_kept_codes_are_refused(ranks):
+    assert all("FSDP" in found["caching"]["error"] for found in ranks)
