@@ -15,18 +15,20 @@ import torch
 from torch.fx import Node
 
 from .activations import Activation, function_of, inputs, pointwise, recognise
-from .nodes import CASTS, MODES, RESHAPES, arg, dim, mutated, number, op, shape, value
+from .nodes import CASTS, MODES, RESHAPES, arg, dim, is_tensor, mutated, number, op, shape, value
 from .sites import Site
 
 LIMIT = 48  # nodes between two linears
+SPLITS = ("chunk", "split", "split_with_sizes", "tensor_split")
 
 
 @dataclass(eq=False)
 class Chain:
     """Two or three linears with an activation between.
 
-    ``first`` is (linear,) or (gate, up); ``nodes`` are the graph nodes between, which the fused
-    operator replaces, in graph order; ``blocked`` says why it cannot.
+    ``first`` is (linear,) or (gate, up), or one linear whose output's halves are gate and up:
+    ``swapped`` is then whether up comes first, None otherwise. ``nodes`` are the graph nodes
+    between, which the fused operator replaces, in graph order; ``blocked`` says why it cannot.
     """
 
     first: tuple[Site, ...]
@@ -34,6 +36,7 @@ class Chain:
     act: Activation
     nodes: list[Node]
     blocked: str | None = None
+    swapped: bool | None = None
 
     @property
     def sites(self) -> tuple[Site, ...]:
@@ -54,18 +57,32 @@ def _chain(down: Site, by_node: dict[Node, Site]) -> Chain | None:
     if region is None:
         return None
     nodes, leaves = region
-    fused = _fused_halves(leaves, by_node)
+    fused = _fused(leaves, by_node)
     if fused is None and not all(leaf in by_node for leaf in leaves):
         return None
     act = recognise(down.x, leaves)
     if act is None:
         return None
     if fused is not None:
-        why = "gate and up are one fused linear: no chain"
-        return Chain((fused,), down, act, nodes, why)
+        return _fused_chain(fused, down, act, nodes, leaves)
     chain = Chain(tuple(by_node[leaves[i]] for i in act.gated or (0,)), down, act, nodes)
     if len({_rows(s.x) for s in chain.first}) > 1:
         return None
+    chain.blocked = _blocked(chain)
+    return chain
+
+
+def _fused_chain(
+    fused: Site, down: Site, act: Activation, nodes: list[Node], leaves: list[Node]
+) -> Chain:
+    """The chain whose gate and up are one linear: its output's halves, or it stays in two parts."""
+    starts = [_start(leaf, fused) for leaf in leaves]
+    if set(starts) != {0, fused.out_features // 2}:
+        why = "gate and up are one fused linear, and not its halves: no chain"
+        return Chain((fused,), down, act, nodes, why)
+    splits = {node for leaf in leaves for node in _path(leaf, fused.out)}
+    chain = Chain((fused,), down, act, sorted({*nodes, *splits}))
+    chain.swapped = starts[act.gated[0]] != 0  # type: ignore[index]
     chain.blocked = _blocked(chain)
     return chain
 
@@ -101,18 +118,57 @@ def _keeps_rows(node: Node) -> bool:
     return all(shape(n) == shape(node) for n in read)
 
 
-def _fused_halves(leaves: list[Node], by_node: dict[Node, Site]) -> Site | None:
-    """The one linear whose output's two halves the leaves are (chunk, split or slices)."""
+def _fused(leaves: list[Node], by_node: dict[Node, Site]) -> Site | None:
+    """The one linear whose output's parts both leaves are (chunk, split or slices)."""
     if len(leaves) != 2:
         return None
     bases = set()
     for leaf in leaves:
         base = leaf
-        while op(base) in ("getitem", "chunk", "split", "narrow", "slice", "split_with_sizes"):
+        while op(base) in ("getitem", "narrow", *SPLITS) and base.args:
             base = base.args[0]  # type: ignore[assignment]
+        base = _rows(base)
         bases.add(base if base is not leaf else None)
     common = bases.pop() if len(bases) == 1 else None
     return by_node.get(common) if common is not None else None
+
+
+def _start(leaf: Node, site: Site) -> int | None:
+    """Where a half of a linear's features begins; None where a leaf is no half of them."""
+    split: Any = leaf.args[0] if op(leaf) == "getitem" and not is_tensor(leaf.args[0]) else leaf
+    source: Any = split.args[0]
+    half, last = site.out_features // 2, value(source).dim() - 1 if is_tensor(source) else 0
+    if _rows(source) is not site.out or half * 2 != site.out_features:
+        return None
+    if op(leaf) == "narrow":
+        along, start = arg(leaf, 1, "dim"), arg(leaf, 2, "start")
+    elif op(split) in SPLITS:
+        along, start = arg(split, 2, "dim", 0), leaf.args[1] * half  # type: ignore[operator]
+    elif op(leaf) == "getitem":
+        along, start = _sliced(leaf.args[1], last)
+    else:
+        return None
+    same = isinstance(along, int) and isinstance(start, int) and along in (last, -1)
+    exact = same and shape(leaf) == (*shape(source)[:-1], half)
+    return start % site.out_features if exact else None
+
+
+def _path(leaf: Node, out: Node) -> list[Node]:
+    """The nodes from a part of a linear's output back to the linear, without it."""
+    path = []
+    while leaf is not out:
+        path.append(leaf)
+        leaf = leaf.args[0]  # type: ignore[assignment]
+    return path
+
+
+def _sliced(index: Any, last: int) -> tuple[int | None, int | None]:
+    """The axis and the first element of an index that slices the last axis alone."""
+    parts = list(index) if isinstance(index, (tuple, list)) else []
+    whole = parts[:-1] == [Ellipsis] or parts[:-1] == [slice(None)] * last
+    if not whole or not isinstance(parts[-1], slice) or parts[-1].step not in (None, 1):
+        return None, None
+    return last, parts[-1].start or 0
 
 
 def _rows(x: Node) -> Node:
@@ -175,7 +231,7 @@ def _dtypes(chain: Chain) -> str | None:
     if len(hidden) > 1:
         return "gate and up have different dtypes"
     allowed = hidden | {torch.float32}
-    if any(value(node).dtype not in allowed for node in chain.nodes):
+    if any(value(node).dtype not in allowed for node in chain.nodes if is_tensor(node)):
         return "the activation is cast to another dtype"
     return None
 

@@ -8,6 +8,7 @@ answer has ``scheme`` (`formats.Scheme`), ``scheme_name`` and ``rule`` (the text
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -194,12 +195,12 @@ def _insert_chain(chain: Chain, plans: dict[Site, _Plan]) -> str:
     down, graph, lead = chain.down, chain.down.gm.graph, chain.first[0]
     final, readers = _sizes(chain), _readers(chain)
     with graph.inserting_before(down.node):
-        operands: list[Any] = [lead.x]
-        for site in chain.sites:
-            operands += [_weight(site), site.bias]
+        parts = [part for site in chain.first for part in _parts(site, chain)]
+        operands: list[Any] = [lead.x, *parts, _weight(down), down.bias]
         schemes = [str(plans[site].scheme) for site in chain.sites]
+        schemes = schemes if chain.swapped is None else [schemes[0], *schemes]
         operands += [chain.act.name, *schemes, lead.out_dtype, down.out_dtype]
-        name = "gated_linear" if len(chain.first) == 2 else "linear_act_linear"
+        name = "gated_linear" if len(schemes) == 3 else "linear_act_linear"
         target = getattr(torch.ops.fp4, name).default
         new = out = graph.call_function(target, tuple(operands))
         copy_meta(new, down.node)
@@ -215,6 +216,27 @@ def _insert_chain(chain: Chain, plans: dict[Site, _Plan]) -> str:
     inner = [n for site in chain.sites for n in (site.node, site.out)]
     _erase([*(readers or {}), *chain.nodes, *inner])
     return name
+
+
+def _parts(site: Site, chain: Chain) -> list[Node | None]:
+    """Weight and bias of a chain's first linear; of gate and up, where it computes both."""
+    weight, bias = _weight(site), site.bias
+    if chain.swapped is None:
+        return [weight, bias]
+    weights, biases = _halves(weight), _halves(bias) if bias is not None else [None, None]
+    order = (1, 0) if chain.swapped else (0, 1)
+    return [part for i in order for part in (weights[i], biases[i])]
+
+
+def _halves(node: Node) -> list[Node]:
+    """The two halves of a parameter's rows; one concatenation gives back its gradient."""
+    graph, values = node.graph, value(node).chunk(2)
+    both = graph.call_function(torch.chunk, (node, 2))
+    both.meta["example_value"] = values
+    halves = [graph.call_function(operator.getitem, (both, i)) for i in (0, 1)]
+    for half, known in zip(halves, values):
+        half.meta["example_value"] = known
+    return halves
 
 
 def _weight(site: Site) -> Node:

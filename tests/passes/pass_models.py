@@ -35,14 +35,17 @@ class Gated(nn.Module):
 
 
 class FusedGated(nn.Module):
-    def __init__(self):
+    """Gate and up as one linear; ``halves`` takes them from its output."""
+
+    def __init__(self, halves=lambda z: z.chunk(2, dim=-1), act=F.silu, bias=False, conv1d=False):
         super().__init__()
-        self.gate_up = nn.Linear(32, 128, bias=False)
-        self.down = nn.Linear(64, 32, bias=False)
+        self.gate_up = Conv1D(128, 32) if conv1d else nn.Linear(32, 128, bias=bias)
+        self.down = nn.Linear(64, 32, bias=bias)
+        self.halves, self.act = halves, act
 
     def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate) * up)
+        gate, up = self.halves(self.gate_up(x))
+        return self.down(self.act(gate) * up)
 
 
 class Conv1D(nn.Module):

@@ -75,10 +75,68 @@ def test_dropout_of_a_dynamic_graph():
     assert compiled(MLP(p=0.0), X, dynamic=True).counts == {"linear_act_linear": 1}
 
 
-def test_fused_gate_and_up():
-    run = same_as_eager(FusedGated(), X)
+HALVES = {
+    "chunk": lambda z: z.chunk(2, dim=-1),
+    "up first": lambda z: reversed(z.chunk(2, dim=-1)),
+    "split": lambda z: z.split(64, -1),
+    "split sizes": lambda z: torch.split(z, [64, 64], dim=2),
+    "tensor_split": lambda z: z.tensor_split(2, dim=-1),
+    "slices": lambda z: (z[..., :64], z[..., 64:]),
+    "slices of all axes": lambda z: (z[:, :, 64:], z[:, :, :64]),
+    "negative": lambda z: (z[..., :-64], z[..., -64:]),
+    "narrow": lambda z: (z.narrow(-1, 64, 64), z.narrow(2, 0, 64)),
+}
+
+
+@pytest.mark.parametrize("halves", HALVES)
+def test_halves_of_one_linear_are_gate_and_up(halves):
+    run = same_as_eager(FusedGated(HALVES[halves], F.gelu, bias=True), X)
+    assert run.counts == {"gated_linear": 1}
+    assert [(row.fqn, row.shape, row.chain, row.reason) for row in run.rows] == [
+        ("gate_up", "128×32", 0, ""),
+        ("down", "32×64", 0, ""),
+    ]
+    assert " linear(" not in run.after[0] and "split(" not in run.after[0]
+
+
+def test_halves_of_a_transposed_weight_and_without_bias():
+    slices = HALVES["slices"]
+    assert same_as_eager(FusedGated(conv1d=True), X, dynamic=True).counts == {"gated_linear": 1}
+    assert same_as_eager(FusedGated(slices), X, dynamic=True).counts == {"gated_linear": 1}
+    assert same_as_eager(FusedGated().bfloat16(), X.bfloat16(), atol=3e-2).counts == {
+        "gated_linear": 1
+    }
+
+
+@pytest.mark.parametrize(
+    "halves",
+    [
+        lambda z: (z[..., ::2], z[..., 1::2]),
+        lambda z: (z[..., :64], z[..., 32:96]),
+        lambda z: (z[..., :64], z[..., :64] * 1),
+        lambda z: (z.chunk(4, -1)[0].repeat(1, 1, 2), z[..., 64:]),
+        lambda z: (z.view(2, 5, 64, 2).unbind(-1)),
+    ],
+)
+def test_other_parts_of_one_linear_are_no_chain(halves):
+    assert same_as_eager(FusedGated(halves), X).counts == {"linear": 2}
+
+
+def test_interleaved_gate_and_up_have_the_role():
+    run = same_as_eager(FusedGated(lambda z: (z[..., ::2], z[..., 1::2])), X)
+    assert reasons(run) == ["gate and up are one fused linear, and not its halves: no chain"] * 2
+
+
+def test_a_fused_linear_that_is_read_outside():
+    class Read(FusedGated):
+        def forward(self, x):
+            z = self.gate_up(x)
+            gate, up = z.chunk(2, -1)
+            return self.down(F.silu(gate) * up) + z.mean() + gate.mean()
+
+    run = same_as_eager(Read(), X)
     assert run.counts == {"linear": 2}
-    assert reasons(run) == ["gate and up are one fused linear: no chain"] * 2
+    assert reasons(run)[0].startswith("the activation is read outside")
 
 
 class Custom(nn.Module):
@@ -301,7 +359,7 @@ def test_find_chains_returns_every_chain():
     (chain,) = found(Gated(order="up*gate"), X)
     assert [site.name for site in chain.sites] == ["gate", "up", "down"]
     (chain,) = found(FusedGated(), X)
-    assert [site.name for site in chain.sites] == ["gate_up", "down"] and chain.blocked
+    assert [site.name for site in chain.sites] == ["gate_up", "down"] and chain.swapped is False
     assert len(found(nn.Sequential(MLP(), MLP(p=0.5), MLP()), X)) == 3
 
 

@@ -10,7 +10,7 @@ from fp4compile.passes.nodes import graph_modules, value
 from fp4compile.passes.rewrite import rewrite
 from fp4compile.passes.sites import find_sites
 from pass_capture import LOW, by_name, compiled, decision, everything
-from pass_models import GPT2MLP, MLP, Block, Blocks, Gated
+from pass_models import GPT2MLP, MLP, Block, Blocks, FusedGated, Gated
 from torch import nn
 
 X = torch.randn(2, 5, 32)
@@ -105,10 +105,11 @@ def test_new_nodes_carry_the_meta_of_the_old(make):
 
 def test_the_operators_accept_the_arguments():
     """Arguments in the order, number and types of the schemas; the fake output as announced."""
-    for make in (MLP, lambda: Gated(bias=True), GPT2MLP, Block):
+    for make in (MLP, lambda: Gated(bias=True), lambda: FusedGated(bias=True), GPT2MLP, Block):
         for node, _ in collect(make(), X)[1]:
             schema = node.target._schema
-            assert len(node.args) == len(schema.arguments) and not node.kwargs
+            needed = [a for a in schema.arguments if not a.has_default_value()]
+            assert len(node.args) == len(needed) and not node.kwargs
             for a, argument in zip(node.args, schema.arguments):
                 want = str(argument.type)
                 if want == "str":
@@ -120,7 +121,7 @@ def test_the_operators_accept_the_arguments():
 
 
 def test_no_dead_linear_remains():
-    for make in (MLP, Gated, GPT2MLP):
+    for make in (MLP, Gated, FusedGated, GPT2MLP):
         (gm,), _ = collect(make(), X)
         for node in gm.graph.nodes:
             assert node.users or node.op in ("placeholder", "output"), node
