@@ -7,7 +7,7 @@ ARGS   ?=
 BIN    := $(VENV)/bin
 TYPING := build/typing/fp4compile
 
-.PHONY: demo test test-gpu sanitize lint clean
+.PHONY: demo test test-matrix test-gpu sanitize lint clean
 .NOTPARALLEL:
 
 demo: $(VENV)/installed-plots
@@ -15,6 +15,11 @@ demo: $(VENV)/installed-plots
 
 test: $(VENV)/installed-test
 	$(BIN)/pytest $(ARGS)
+
+# The oldest and the newest torch that are supported, each in an environment of its own.
+test-matrix:
+	$(MAKE) test VENV=.venv-oldest TORCH='torch==2.11.*'
+	$(MAKE) test VENV=.venv-newest TORCH='torch<2.15'
 
 test-gpu: $(VENV)/installed-test
 	$(BIN)/pytest -m gpu tests/gpu $(ARGS)
@@ -32,7 +37,7 @@ lint: $(VENV)/installed-lint
 	MYPYPATH=build/typing $(BIN)/mypy --ignore-missing-imports -p fp4compile
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-oldest .venv-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 
 $(VENV)/installed-%: pyproject.toml | $(BIN)/pip
 	$(BIN)/pip install --quiet --disable-pip-version-check '$(TORCH)' -e '.[$*]'

@@ -90,7 +90,23 @@ def test_ways_of_compiling(way):
         assert (a.float() - b.float()).norm() / b.float().norm() < 0.12
 
 
-def test_epilogues_are_fused(tmp_path):
+def test_replays_of_a_cuda_graph_draw_different_noise():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Mlp().to("cuda", torch.bfloat16)
+    options = {"policy": policy("fp8-exact"), "triton.cudagraphs": True}
+    call = torch.compile(model, backend="fp4", options=options)
+    x = torch.randn(M, D, device="cuda", dtype=torch.bfloat16)
+    seen = []
+    for _ in range(6):
+        torch.compiler.cudagraph_mark_step_begin()
+        model.zero_grad(set_to_none=True)
+        call(x).float().square().mean().backward()
+        seen.append(model.up.weight.grad.detach().clone())
+    assert all(not torch.equal(a, b) for a, b in zip(seen[2:], seen[3:]))
+
+
+def test_epilogues_are_fused():
     """The factors of GEMM results are applied by one pointwise kernel a result, in place."""
     from torch._inductor.utils import fresh_inductor_cache, run_and_get_code
 
