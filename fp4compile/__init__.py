@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .bisecting import bisect
+    from .checkpointing import ops_to_save
     from .explaining import explain
     from .kernels.errors import (
         EngineError,
@@ -34,6 +35,7 @@ _HOME = {
     "explain": ".explaining",
     "Policy": ".policy",
     "Report": ".report",
+    "ops_to_save": ".checkpointing",
     "quantize": ".kernels.quantized",
     "weights_changed": ".ready",
     "QuantizedTensor": ".kernels.quantized",
@@ -59,6 +61,7 @@ __all__ = [
     "apply",
     "bisect",
     "explain",
+    "ops_to_save",
     "quantize",
     "weights_changed",
 ]

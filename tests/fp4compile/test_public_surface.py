@@ -17,6 +17,7 @@ SIGNATURES = {
     "Policy.recipe": "(name: 'str') -> 'Policy'",
     "Policy.resolve": "(self, model: 'nn.Module', step: 'int | None' = None) -> 'Resolution'",
     "Policy.save": "(self, path: 'str | Path') -> 'None'",
+    "ops_to_save": "() -> 'list[torch._ops.OpOverload]'",
     "Report.as_dicts": "(self) -> 'list[dict]'",
     "Report.summary": "(self) -> 'str'",
     "apply": (
@@ -39,7 +40,7 @@ def test_names():
     names = {
         "EngineError", "FormatError", "Fp4Error", "InputError", "Policy", "PolicyError",
         "PrecisionError", "PrecisionWarning", "QuantizedTensor", "Report", "apply", "bisect", "explain",
-        "quantize", "weights_changed",
+        "ops_to_save", "quantize", "weights_changed",
     }  # fmt: skip
     assert set(fp4.__all__) == names <= set(dir(fp4))
     assert all(getattr(fp4, name).__doc__ for name in names)
