@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from . import dynamo
 from .blocks import clean_name, linears, parameter_name, unwrap
-from .passes.names import module_id, source_of
+from .passes.names import module_id, source_name, source_of
 from .passes.sites import Site
 from .stamping import attribute_of
 
@@ -49,8 +49,12 @@ class Place:
 
     @property
     def alone(self) -> bool:
-        """True where the frame is the forward of this one layer."""
-        return self.owner.module is self.owner.root
+        """True where the frame is the forward of this one layer.
+
+        A frame that resumes at a call of the layer has it on its stack, and runs its hooks, too.
+        """
+        stacked = source_name(self.owner.root_source).startswith("L['___stack")
+        return self.owner.module is self.owner.root and not stacked
 
 
 class Places:

@@ -64,7 +64,7 @@ class Watch:
 @dataclass
 class _State(threading.local):
     quiet: bool = False
-    compiled: set[int] = field(default_factory=set)
+    compiled: list[weakref.ref] = field(default_factory=list)
     outputs: deque[tuple[weakref.ref, list[float]]] = field(
         default_factory=lambda: deque(maxlen=3)
     )
@@ -119,7 +119,7 @@ def own_frame(compiled: Callable) -> Callable:
     """``compiled`` is the graph of a linear's own forward, whose hook runs outside of it."""
 
     def call(*args: Any) -> Any:
-        _state.compiled = {id(a) for a in args}
+        _state.compiled = [weakref.ref(a) for a in args if isinstance(a, Tensor)]
         return compiled(*args)
 
     return call
@@ -147,9 +147,9 @@ dynamo.eager_hook(_after)
 @torch._dynamo.disable
 def _ran_eagerly(module: nn.Module, args: Any, out: Any) -> None:
     """After a call from an eager frame; its forward may have been compiled alone."""
-    inputs, _state.compiled = _state.compiled, set()
+    inputs, _state.compiled = [ref() for ref in _state.compiled], []
     known = _watch_of(module)
-    if known is not None and any(id(p) in inputs for p in module.parameters()):
+    if known is not None and any(p is x for p in module.parameters() for x in inputs):
         known.alone += 1
         return
     _ran(module, args)

@@ -243,6 +243,19 @@ def test_a_linear_that_is_no_longer_compiled_alone_is_an_alarm():
     assert "inner.own" in alarms(texts)
 
 
+def test_an_eager_run_after_a_resumed_frame_is_an_alarm():
+    """The frame after the break calls ``last`` from its stack: that is no frame of its own."""
+    net = Holder(Tried())
+    call = compiled(net, LOW)
+    with precision_warnings():
+        call(X)
+        call(X)
+    assert schemes(net)["last"] == "low" and watching.eager_runs(net.last) == 0
+    with precision_warnings() as texts:
+        net.last(X)
+    assert alarms(texts) == ["last"] and not watching.ran_alone(net.last)
+
+
 # Dynamo's recompile limit -------------------------------------------------------------------------
 
 
