@@ -124,8 +124,9 @@ def follow(choice: Choice, found: list[Described], compiled: Callable) -> Callab
 
     def call(*args: Any) -> Any:
         running = _running(name, file)
-        for graph in graphs if running is not None else ():
-            graph.meet(running.f_locals.get(graph.name), running)
+        if running is not None:
+            for graph in graphs:
+                graph.meet(running.f_locals.get(graph.name), running)
         return compiled(*args)
 
     return call

@@ -21,7 +21,7 @@ def autocast_at(node: Node, device: str, calls: Callers) -> bool:
         if is_open and enter.args[0] == device:
             return bool(enter.args[2])
     gm = node.graph.owning_module
-    for _, _, call in calls.get(gm, [])[:1]:
+    for _, _, call in calls[gm][:1] if gm in calls else ():
         if op(call) == "wrap_with_autocast" and call.args[0] == device:
             return bool(call.args[2])
         return autocast_at(call, device, calls)
