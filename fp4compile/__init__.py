@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .bisecting import bisect
+    from .calibrating import calibrate
     from .checkpointing import ops_to_save
     from .explaining import explain
     from .kernels.errors import (
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 _HOME = {
     "apply": ".stamping",
     "bisect": ".bisecting",
+    "calibrate": ".calibrating",
     "explain": ".explaining",
     "Policy": ".policy",
     "Report": ".report",
@@ -60,6 +62,7 @@ __all__ = [
     "Report",
     "apply",
     "bisect",
+    "calibrate",
     "explain",
     "ops_to_save",
     "quantize",

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from . import dynamo
-from .blocks import linears
+from .blocks import linears, unwrap
 from .kernels.errors import InputError, PrecisionWarning
 from .kernels.formats import Scheme
 from .policy import Policy
-from .roots import unwrap
 from .stamp import Decision, Stamp
 from .stamping import INFO, STAMP
 from .tables import table, terminal_width

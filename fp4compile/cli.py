@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import cli_bisect, cli_inspect, cli_warmup
+from . import cli_bisect, cli_calibrate, cli_inspect, cli_warmup
 from .cli_bench import app as bench_app
 from .cli_policy import app as policy_app
 
@@ -18,4 +18,5 @@ app.add_typer(bench_app, name="bench")
 app.command()(cli_inspect.doctor)
 app.command()(cli_inspect.explain)
 app.command()(cli_bisect.bisect)
+app.command()(cli_calibrate.calibrate)
 app.command()(cli_warmup.warmup)

@@ -39,7 +39,7 @@ ROW = [
 def test_names():
     names = {
         "EngineError", "FormatError", "Fp4Error", "InputError", "Policy", "PolicyError",
-        "PrecisionError", "PrecisionWarning", "QuantizedTensor", "Report", "apply", "bisect", "explain",
+        "PrecisionError", "PrecisionWarning", "QuantizedTensor", "Report", "apply", "bisect", "calibrate", "explain",
         "ops_to_save", "quantize", "weights_changed",
     }  # fmt: skip
     assert set(fp4.__all__) == names <= set(dir(fp4))

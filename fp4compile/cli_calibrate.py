@@ -1,0 +1,47 @@
+"""``fp4compile calibrate``: measure a model's layers, write a policy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .cli_errors import one_line_errors
+from .kernels.errors import Fp4Error
+
+
+@one_line_errors
+def calibrate(
+    model: Annotated[
+        str,
+        typer.Argument(
+            help="module:factory, a function that returns (model, batches); model(batch): the loss"
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="the policy file to write")] = Path("policy.yaml"),
+    recipe: Annotated[str, typer.Option(help="the recipe to measure")] = "fp8-exact",
+    budget: Annotated[str, typer.Option(help="share of parameters in more precision")] = "15%",
+    higher: Annotated[str, typer.Option(help="a scheme of the recipe, or original")] = "mxfp8",
+    figure: Annotated[Path | None, typer.Option(help="a heat map as PNG")] = None,
+    figures: Annotated[Path | None, typer.Option(help="the figures as JSON")] = None,
+) -> None:
+    """Measure each layer's errors in a high-precision run; write a policy that keeps the worst."""
+    from torch import nn
+
+    from .calibrating import calibrate as run
+    from .cli_policy import call
+
+    made = call(model)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise Fp4Error(f"{model}: returned {type(made).__name__}; return (module, batches)")
+    result = run(*made, recipe=recipe, budget=budget, higher=higher, progress=True)
+    typer.echo(str(result))
+    result.save(out)
+    typer.echo(f"policy: {out}")
+    if figure is not None:
+        result.plot(figure)
+        typer.echo(f"heat map: {figure}")
+    if figures is not None:
+        figures.write_text(json.dumps(result.as_dict(), indent=1) + "\n")
