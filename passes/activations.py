@@ -103,8 +103,9 @@ def function_of(node: Node) -> Graph | None:
     call = node.args[0] if op(node) == "getitem" and node.args[1] == 0 else None
     if not isinstance(call, Node) or op(call) != "autograd_function_apply":
         return None
+    gm: Any = call.graph.owning_module
     forward: Any = call.args[0]
-    body = attribute(call.graph.owning_module, forward.target).graph
+    body = attribute(gm, forward.target).graph
     inside = [n for n in body.nodes if n.op not in ("placeholder", "output")]
     known = all(op(n) in MODES or pointwise(n) for n in inside)
     return body if known and len(call.args) == 3 else None
