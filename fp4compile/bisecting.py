@@ -97,7 +97,7 @@ def bisect(
     if not chosen:
         raise InputError("fp4.bisect: the policy quantizes none of the model's linears")
     dynamo.allow_graphs(3 * len(chosen) + 4)
-    run = torch.compile(model, backend="fp4", options={"compiler": "eager"})
+    run: Any = torch.compile(model, backend="fp4", options={"compiler": "eager"})
     parameters = [p for p in model.parameters() if p.requires_grad]
 
     def evaluate(stamps: Mapping[nn.Module, Stamp]) -> tuple[float, list[Tensor | None]]:
@@ -151,7 +151,8 @@ def _error(grads: list[Tensor | None], exact: list[Tensor | None]) -> float:
 @contextmanager
 def _stamped(stamps: Mapping[nn.Module, Stamp | None]) -> Iterator[None]:
     """Stamps for a while; None is the original precision."""
-    original = Stamp(*[Decision(Scheme(), "original", "bisect")] * 2)
+    plain = Decision(Scheme(), "original", "bisect")
+    original = Stamp(plain, plain)
     before: dict[nn.Module, dict[str, Any]] = {}
     try:
         for module, stamp in stamps.items():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import watching
-from .blocks import is_linear, linears, unwrap
+from .blocks import linears, unwrap
 from .kernels import ops as _ops  # noqa: F401 - defines torch.ops.fp4
 from .kernels import reference
 from .kernels.errors import Fp4Error, InputError, PrecisionWarning
@@ -86,7 +86,7 @@ class Calibration:
                     f"  - {{match: {json.dumps(f.layer)}, scheme: {self.higher}}}",
                     f"    # {errors}; loss {f.loss:+.1e} +- {f.spread:.1e}",
                 ]
-        lines.append("  - {chain: mlp, scheme: low}  # in the place of the recipe's choice of blocks")
+        lines.append("  - {chain: mlp, scheme: low}  # instead of the recipe's choice of blocks")
         return "\n".join(lines) + "\n"
 
     @property
@@ -176,7 +176,7 @@ def calibrate(
     result = Calibration(recipe, share, higher, len(batches))
     names = {module: names[0] for module, names in linears(model).items()}
     chosen = {m: (names[m], schemes[names[m]]) for m in names if names[m] in schemes}
-    sums = {m: Figures(n, m.weight.numel(), s) for m, (n, s) in chosen.items()}  # type: ignore[union-attr]
+    sums = {m: Figures(n, m.get_parameter("weight").numel(), s) for m, (n, s) in chosen.items()}
     hooks = [m.register_forward_hook(_measure(f)) for m, f in sums.items()]
     try:
         for batch in _track(batches, progress):
@@ -220,7 +220,8 @@ def _schemes(model: nn.Module, batch: Any, policy: Policy, loss: Any) -> dict[st
     from .report import reports
 
     before = reports.of(model)
-    run = torch.compile(model, backend="fp4", options={"policy": policy, "compiler": "eager"})
+    options: dict[str, Any] = {"policy": policy, "compiler": "eager"}
+    run = torch.compile(model, backend="fp4", options=options)
     with watching.unwatched(), warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore", PrecisionWarning)
         _loss(run, batch, loss)
@@ -268,8 +269,8 @@ def _measure(figures: Figures) -> Callable:
 def _add(figures: Figures, module: nn.Module, x: Tensor, g: Tensor) -> None:
     """Add what one batch says of a layer."""
     scheme = Scheme.parse(figures.scheme)
-    w: Any = module.weight.detach()
-    w = w if is_linear(module) and isinstance(module, nn.Linear) else w.t()
+    w = module.get_parameter("weight").detach()
+    w = w if isinstance(module, nn.Linear) else w.t()  # Conv1D
     x, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
     dtype = x.dtype
     with torch.enable_grad():

@@ -26,8 +26,7 @@ class CachedAttention(nn.Module):
         self.qkv = nn.Linear(d, 3 * d, bias=False)
         self.proj = nn.Linear(d, d, bias=False)
         shape = (batch, heads, context, d // heads)
-        self.register_buffer("keys", torch.zeros(shape))
-        self.register_buffer("values", torch.zeros(shape))
+        self.keys, self.values = nn.Buffer(torch.zeros(shape)), nn.Buffer(torch.zeros(shape))
 
     def forward(self, x: Tensor, position: Tensor, mask: Tensor) -> Tensor:
         """x [B, 1, d], position [1], mask [1, context] -> [B, 1, d]; writes the cache."""
