@@ -87,6 +87,10 @@ def test_activations(act: str, dtype: torch.dtype) -> None:
         cases.check_act_grad(act, True, dtype, GPU, shape)
 
 
+def test_poisoned_memory_changes_nothing() -> None:
+    cases.check_poisoned(GPU)
+
+
 def test_streams_and_graphs() -> None:
     """The current stream is used, and a captured launch replays on new contents."""
     fmt = TensorFormat.parse("nvfp4:row:fp8_exact")

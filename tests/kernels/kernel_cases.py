@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +51,35 @@ REQUANTIZE = [
 SHAPES = [(1, 1), (37, 17), (5, 48), (70, 144), (130, 272), (0, 32), (3, 0)]
 STREAM = 3
 VECTORS = np.load(Path(__file__).parent.parent / "data" / "vectors.npz")
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory that PyTorch hands out uninitialized holds NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def check_poisoned(device) -> None:
+    """Every kernel writes all that it hands out, padding included, and reads nothing else."""
+    x = matrix(37, 45, torch.float32, device)
+    with poisoned():
+        assert torch.empty(3, device=device).isnan().all()
+        for text, form in ROW_FORMATS:
+            check_rows(text, form, x)
+        for text, form in DECODE:
+            check_decode(text, form, x)
+        for source, target, form in REQUANTIZE:
+            check_requantize(source, target, form, x)
+        for case in GRADIENTS:
+            check_gradient(*case, x, None, True)
+        check_activation("gelu", True, torch.float32, device)
+        check_act_grad("silu", True, torch.float32, device)
 
 
 def seed(device) -> torch.Tensor:

@@ -115,6 +115,10 @@ def test_sizes_of_gradients(exponent: int) -> None:
             cases.check_requantize(source, target, form, g)
 
 
+def test_poisoned_memory_changes_nothing() -> None:
+    cases.check_poisoned(CPU)
+
+
 def test_half_unit() -> None:
     cases.check_half_unit(CPU)
 
