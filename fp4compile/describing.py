@@ -152,7 +152,7 @@ def _kept_as_results(gm: GraphModule) -> set[Node]:
 
 
 def _tokens(site: Site) -> int:
-    return math.prod(_hint(d) for d in value(site.x).shape[:-1])
+    return math.prod(_hint(d) for d in value(site.x).shape[: -site.axes[1]])
 
 
 def _hint(d) -> int:

@@ -46,8 +46,9 @@ class Chain:
 
 def find_chains(sites: list[Site]) -> list[Chain]:
     """The chains among ``sites``, in graph order; a site may end one and begin the next."""
-    by_node = {site.out: site for site in sites}
-    chains = (_chain(site, by_node) for site in sites)
+    plain = [site for site in sites if site.axes == (1, 1)]
+    by_node = {site.out: site for site in plain}
+    chains = (_chain(site, by_node) for site in plain)
     return [chain for chain in chains if chain is not None]
 
 

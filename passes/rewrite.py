@@ -181,11 +181,13 @@ def _insert_linear(plan: _Plan) -> str:
     """Put ``fp4::linear`` in the place of a layer; returns "linear"."""
     site = plan.site
     with site.gm.graph.inserting_before(site.node):
-        args = (site.x, _weight(site), site.bias, str(plan.scheme), site.out_dtype)
+        x = _view(site.x, value(site.x).flatten(-site.axes[1]), "flatten", -site.axes[1])
+        args = (x, _weight(site), site.bias, str(plan.scheme), site.out_dtype)
         new = site.gm.graph.call_function(torch.ops.fp4.linear.default, args)
-    copy_meta(new, site.node)
-    new.meta["example_value"] = value(site.out)
-    site.out.replace_all_uses_with(new)
+        copy_meta(new, site.node)
+        new.meta["example_value"] = value(site.out).flatten(-site.axes[0])
+        out = _view(new, value(site.out), "unflatten", -1, shape(site.out)[-site.axes[0] :])
+    site.out.replace_all_uses_with(out)
     _erase([site.node, site.out])
     return "linear"
 
@@ -241,11 +243,24 @@ def _halves(node: Node) -> list[Node]:
 
 def _weight(site: Site) -> Node:
     """The weight as [N, K], at the current point of insertion."""
+    sizes = (site.out_features, site.in_features)
+    sizes = sizes[::-1] if site.weight_transposed else sizes
+    weight = _view(site.weight, value(site.weight).reshape(sizes), "reshape", *sizes)
     if not site.weight_transposed:
-        return site.weight
-    new = site.gm.graph.call_method("t", (site.weight,))
+        return weight
+    new = site.gm.graph.call_method("t", (weight,))
     copy_meta(new, site.node)
-    new.meta["example_value"] = value(site.weight).t()
+    new.meta["example_value"] = value(weight).t()
+    return new
+
+
+def _view(node: Node, as_value: torch.Tensor, method: str, *args: Any) -> Node:
+    """A node seen with other axes, of the value given; the node itself where it has them."""
+    if value(node).dim() == as_value.dim():
+        return node
+    new = node.graph.call_method(method, (node, *args))
+    copy_meta(new, node)
+    new.meta["example_value"] = as_value
     return new
 
 

@@ -6,6 +6,7 @@ two activations is no site. A site that must stay as it is carries the reason in
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,8 @@ class Site:
     ``node`` multiplies, ``out`` is the node whose value is the layer's output (an addition of the
     bias that follows a matmul belongs to the layer). ``weight`` is the parameter, uncast, [N, K],
     or [K, N] where ``weight_transposed``. ``origins`` are the inputs of the outermost graph that
-    the weight stands for: several where one region's body serves several layers.
+    the weight stands for: several where one region's body serves several layers. ``axes``: how many
+    axes of the weight are N and K, more than one in einsum; x ends in K's axes, the output in N's.
     """
 
     gm: GraphModule
@@ -44,6 +46,7 @@ class Site:
     origins: tuple[Node, ...]
     caller: int = 0
     refused: str | None = None
+    axes: tuple[int, int] = (1, 1)
     name: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +116,7 @@ def _site(
     origins = tuple(names.origins(weight.node or call.weight, calls))
     if not origins and names.foreign_region(gm, calls):
         return None
-    n, k = (list(shape(call.weight)[-2:]) + [0, 0])[:2]
+    n, k = _features(call)
     source = weight.node or call.weight
     site = Site(
         gm=gm,
@@ -124,16 +127,27 @@ def _site(
         weight=source,
         bias=call.bias if is_tensor(call.bias) else None,
         weight_transposed=weight.transposed is call.by_rows,
-        out_features=n if call.by_rows else k,
-        in_features=k if call.by_rows else n,
+        out_features=n,
+        in_features=k,
         out=node,
         origins=origins or (source,),
+        axes=call.axes,
     )
     refused = call.refused or weight.refused or _refusal(site)
     site.refused = refused or _mixed_dtypes(node, call, calls)
-    if call.kind in ("matmul", "einsum") and not site.refused:
+    if call.kind in ("matmul", "einsum") and call.axes == (1, 1) and not site.refused:
         _absorb_bias(site)
     return site
+
+
+def _features(call: spellings.Call) -> tuple[Any, Any]:
+    """N and K of a product; those of one matrix where the weight is a batch of them."""
+    sizes = list(shape(call.weight))
+    if call.axes == (1, 1):
+        sizes = (sizes[-2:] + [0, 0])[:2]
+    at = call.axes[not call.by_rows]
+    rows, columns = math.prod(sizes[:at]), math.prod(sizes[at:])
+    return (rows, columns) if call.by_rows else (columns, rows)
 
 
 def _refusal(site: Site) -> str | None:
@@ -142,9 +156,9 @@ def _refusal(site: Site) -> str | None:
         why = _tensor_refusal(what, node) if node is not None else None
         if why:
             return why
-    if len(shape(site.weight)) != 2:
+    if len(shape(site.weight)) != sum(site.axes):
         return f"the weight has {len(shape(site.weight))} dimensions, not 2"
-    if len(shape(site.x)) < 2:
+    if len(shape(site.x)) <= site.axes[1]:
         return "the input is 1-D: at least 2 dimensions are needed"
     if not (site.in_features and site.out_features):
         return "the weight has no elements"

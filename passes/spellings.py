@@ -15,7 +15,10 @@ BATCHED = ("bmm", "baddbmm")
 
 
 class Call(NamedTuple):
-    """A GEMM's operands as its spelling gives them; ``by_rows``: the right operand is [N, K]."""
+    """A GEMM's operands as its spelling gives them; ``by_rows``: the right operand is [N, K].
+
+    ``axes``: how many of the right operand's axes are N and how many are K, in einsum.
+    """
 
     kind: str
     x: Any
@@ -23,6 +26,7 @@ class Call(NamedTuple):
     bias: Any = None
     by_rows: bool = True
     refused: str | None = None
+    axes: tuple[int, int] = (1, 1)
 
 
 def calls(node: Node) -> list[Call]:
@@ -99,23 +103,26 @@ def _einsum(node: Node) -> Call | None:
     if weight_of(operands[1]).node is None:
         operands.reverse()
         terms[:2] = terms[1::-1]
-    by_rows = projection(*terms)
-    why = None if by_rows is not None else f"einsum '{equation}' is not a plain projection"
+    plain = projection(*terms)
+    why = None if plain else f"einsum '{equation}' is not a plain projection"
     if why and value(operands[1]).dim() == 1:
         return None
     x, weight = operands
-    return Call("einsum", x, weight, by_rows=bool(by_rows), refused=why)
+    by_rows, *axes = plain or (False, 1, 1)
+    return Call("einsum", x, weight, by_rows=by_rows, refused=why, axes=(axes[0], axes[1]))
 
 
-def projection(x: str, weight: str, out: str) -> bool | None:
-    """Whether einsum terms are x[..., K] w^T: True for w[N, K], False for w[K, N], None if not."""
-    rows = x[:-1]
+def projection(x: str, weight: str, out: str) -> tuple[bool, int, int] | None:
+    """Whether einsum terms are x[..., K] w^T; N and K may have several axes each.
+
+    (True, axes of N, axes of K) for w[N, K], (False, ...) for w[K, N]; None if they are not.
+    """
     letters = x.replace("...", "")
-    if len(weight) != 2 or not weight.isalpha() or weight[0] == weight[1]:
+    if not all(term.isalpha() and len(set(term)) == len(term) for term in (letters, weight)):
         return None
-    if not letters.isalpha() or len(set(letters)) != len(letters):
-        return None
-    for k, n, by_rows in ((weight[1], weight[0], True), (weight[0], weight[1], False)):
-        if x[-1] == k and n not in x and out == rows + n:
-            return by_rows
+    for i in range(1, len(weight)):
+        for k, n, by_rows in ((weight[i:], weight[:i], True), (weight[:i], weight[i:], False)):
+            rows = x.removesuffix(k)
+            if x.endswith(k) and not set(n) & set(x) and out == rows + n:
+                return by_rows, len(n), len(k)
     return None

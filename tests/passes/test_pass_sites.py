@@ -50,6 +50,56 @@ LINEARS = {
 }
 
 
+class Heads(nn.Module):
+    """Weights with an axis for heads: [32, 4, 12] from the model's features, or back to them."""
+
+    def __init__(self, equation, weight, bias=()):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(weight) / 8)
+        self.b = nn.Parameter(torch.randn(bias)) if bias else None
+        self.equation = equation
+
+    def forward(self, x):
+        y = torch.einsum(self.equation, x, self.w)
+        return y if self.b is None else y + self.b
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(
+    "equation, weight, x, shape",
+    [
+        ("ibh,hnd->ibnd", (32, 4, 12), (2, 5, 32), "48×32"),
+        ("...d,nhd->...nh", (4, 12, 32), (2, 5, 32), "48×32"),
+        ("ibnd,hnd->ibh", (32, 4, 12), (2, 5, 4, 12), "32×48"),
+        ("btnd,ndh->bth", (4, 12, 32), (2, 5, 4, 12), "32×48"),
+        ("tnd,ndhk->thk", (4, 8, 3, 16), (5, 4, 8), "48×32"),
+    ],
+)
+def test_einsum_with_several_axes(equation, weight, x, shape, dynamic):
+    model = Heads(equation, weight, bias=weight[1:] if "->ibnd" in equation else ())
+    run = same_as_eager(model, torch.randn(x), dynamic=dynamic)
+    assert run.counts == {"linear": 1} and "einsum" not in run.after[0]
+    (row,) = run.rows
+    assert (row.fqn, row.kind, row.shape, row.status) == ("w", "einsum", shape, "rewritten")
+
+
+@pytest.mark.parametrize(
+    "equation, weight, x",
+    [
+        ("ibnd,hnd->ibnh", (32, 4, 12), (2, 5, 4, 12)),
+        ("ibnd,hdn->ibh", (32, 12, 4), (2, 5, 4, 12)),
+        ("ibh,nhd->ibnd", (4, 32, 12), (2, 5, 32)),
+        ("ibh,hnd->ibdn", (32, 4, 12), (2, 5, 32)),
+        ("ibh,hnd->inbd", (32, 4, 12), (2, 5, 32)),
+        ("bhi,hnd->bind", (32, 4, 12), (2, 32, 5)),
+    ],
+)
+def test_other_einsums_stay(equation, weight, x):
+    run = same_as_eager(Heads(equation, weight), torch.randn(x))
+    assert run.before == run.after
+    assert run.rows[0].reason == f"einsum '{equation}' is not a plain projection"
+
+
 @pytest.mark.parametrize("spelling", LINEARS)
 def test_spelling_is_rewritten(spelling):
     function, kind = LINEARS[spelling]
