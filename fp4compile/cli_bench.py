@@ -74,3 +74,30 @@ def decode(out: Out = None, width: int = 2048, layers: int = 12) -> None:
     from .bench.decoding import run
 
     show(run(width, layers), out)
+
+
+@app.command()
+@one_line_errors
+def predict(
+    widths: Annotated[str, typer.Option(help="widths d, comma separated")] = "2048,4096,8192",
+    tokens: Annotated[int, typer.Option(help="tokens a step")] = 32768,
+) -> None:
+    """One MLP's step by the cost model (`passes/cost.py`), no GPU needed: ms and x BF16."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .passes import cost
+
+    table = Table("machine", "rates", "d", "bf16 ms", "fp8-exact", "thinking-machines")
+    for machine in cost.MACHINES.values():
+        forward, backward = ("fp4", "fp8") if "fp4" in machine.rates else ("fp8", "bf16")
+        arms = (
+            cost.mlp_fp8_exact(forward),
+            cost.mlp_thinking_machines(forward if forward == "fp4" else "bf16", backward),
+        )
+        for d in (int(w) for w in widths.split(",")):
+            base = cost.predict(cost.mlp_bf16(), machine, tokens, d, 4 * d)
+            each = [cost.predict(arm, machine, tokens, d, 4 * d) for arm in arms]
+            cells = (f"{ms:.2f} ({ms / base:.2f} x)" for ms in each)
+            table.add_row(machine.name, machine.source, str(d), f"{base:.2f}", *cells)
+    Console(width=100).print(table)
