@@ -4,7 +4,7 @@ A step of a kernel takes the longer of its bytes over the machine's copy bandwid
 of it that the kernel reaches, and its operations over the GEMM rate of its engine. Shares and rates
 of the H200 are measured (docs/results.md). GEMM rates of the B200 are those of "End-to-End 4-Bit
 Training" (12.6, 6.4 and 3.5 ms for 32,768 x 8192 -> 32,768); the others' and bandwidths are
-datasheets', with the H200's shares. `predict` is for choosing between precisions, within about 15 %.
+datasheets', with the H200's shares. `predict` is for choosing between precisions, to about 15 %.
 """
 
 from __future__ import annotations
