@@ -105,6 +105,10 @@ def _recorded(model: nn.Module) -> Report:
                 number = numbers.setdefault((holder, number), -1 - len(numbers))
             rows.setdefault(name, []).append(replace(row, chain=number))
     complete.replace(rows)
+    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    order = {clean_name(n.removesuffix(".weight")): i for i, n in enumerate(parameters)}
+    complete.rows.sort(key=lambda row: order.get(row.fqn, len(order)))
+    complete.replace({})  # numbers the chains in the new order
     eager = {module for module in linears(model) if watching.eager_runs(module)}
     _add_missing(complete, model, None, eager, "")
     return complete
