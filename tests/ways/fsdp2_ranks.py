@@ -9,11 +9,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from backend_models import Net, batch, policy, precision_warnings, schemes
 from ranks import WORLD, report
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import fp4compile as fp4
+from fp4compile.blocks import clean_name
 
 EAGER = {"backend": "fp4", "options": {"compiler": "eager"}}
 POLICY = policy(
@@ -26,11 +28,11 @@ POLICY = policy(
 )
 
 
-def shard(net):
+def shard(net, **extra):
     mesh = init_device_mesh("cpu", (WORLD,))
     for block in net.blocks:
-        fully_shard(block, mesh=mesh)
-    return fully_shard(net, mesh=mesh)
+        fully_shard(block, mesh=mesh, **extra)
+    return fully_shard(net, mesh=mesh, **extra)
 
 
 def compile_blocks(net):
@@ -45,12 +47,18 @@ def wrap_blocks(net):
     return net
 
 
+def checkpoint_blocks(net):
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = checkpoint_wrapper(block)
+    return net
+
+
 def run(net, call, rank, seed=5):
     """Output and, gathered, the gradients of one step."""
     torch.manual_seed(seed)
     out = call(batch(seed=rank))
     out.square().mean().backward()
-    full = {n.replace("_orig_mod.", ""): p.grad for n, p in net.named_parameters()}
+    full = {clean_name(n): p.grad for n, p in net.named_parameters()}
     return out.detach(), {n: g.full_tensor() if hasattr(g, "full_tensor") else g for n, g in full.items()}
 
 
@@ -86,6 +94,21 @@ def case(build, whole=False):
         }  # fmt: skip
 
     return step
+
+
+def mixed(rank, folder):
+    """FSDP hands BF16 copies of the parameters to the blocks: these are what is quantized."""
+    net = Net(4)
+    low = copy.deepcopy(net).to(torch.bfloat16)
+    fp4.apply(net, POLICY)
+    shard(net, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    out, grads = run(net, compile_blocks(net), rank)
+    fp4.apply(low, POLICY)
+    wanted = compile_blocks(low)(batch(seed=rank).bfloat16())
+    return {
+        "forward": torch.equal(out, wanted),
+        "gradients": {str(g.dtype) for g in grads.values() if g.isfinite().all()},
+    }
 
 
 def trainer(seed):
@@ -152,6 +175,8 @@ if __name__ == "__main__":
             "compiled before": case(lambda net: shard(compile_blocks(net))),
             "wrapped before": case(lambda net: shard(wrap_blocks(net))),
             "whole": case(lambda net: torch.compile(shard(net), **EAGER), whole=True),
+            "checkpointed": case(lambda net: shard(compile_blocks(checkpoint_blocks(net)))),
+            "mixed": mixed,
             "checkpoint": checkpoint,
             "caching": caching,
         }

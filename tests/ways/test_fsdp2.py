@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import launch
 
+PARTS = ["compiled after", "compiled before", "wrapped before", "checkpointed"]
 BLOCKS = ["left", "low", "low", "mxfp8"]
 
 
@@ -13,7 +14,7 @@ def ranks(tmp_path_factory):
     return launch("fsdp2_ranks.py", tmp_path_factory.mktemp("fsdp2"))
 
 
-@pytest.mark.parametrize("way", ["compiled after", "compiled before", "wrapped before"])
+@pytest.mark.parametrize("way", PARTS)
 def test_every_block_has_its_precision(ranks, way):
     for found in ranks:
         for i, scheme in enumerate(BLOCKS):
@@ -30,7 +31,7 @@ def test_whole_models_below_fsdps_graph_breaks(ranks):
         assert found["whole"]["warnings"] == []
 
 
-@pytest.mark.parametrize("way", ["compiled after", "compiled before", "wrapped before", "whole"])
+@pytest.mark.parametrize("way", [*PARTS, "whole"])
 def test_gradients_are_the_mean_of_the_ranks(ranks, way):
     for found in ranks:
         gradients = found[way]["gradients"]
@@ -46,3 +47,8 @@ def test_a_distributed_checkpoint_gives_the_same_next_steps(ranks):
 
 def test_kept_codes_are_refused(ranks):
     assert all("FSDP" in found["caching"]["error"] for found in ranks)
+
+
+def test_mixed_precision_quantizes_the_low_precision_copies(ranks):
+    for found in ranks:
+        assert found["mixed"] == {"forward": True, "gradients": {"torch.float32"}}
