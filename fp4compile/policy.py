@@ -11,7 +11,7 @@ schemes and phases: policy_schemes.py; selectors: policy_rules.py.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -193,8 +193,32 @@ class Policy:
 
     def phase(self, step: int | None) -> Phase | None:
         """The phase that ``step`` is in (None: the first step)."""
-        begun = [phase for phase in self.phases if phase.from_step <= (step or 0)]
-        return begun[-1] if begun else None
+        begun = None
+        for phase in self.phases:
+            if phase.share is not None:
+                if step is not None:
+                    raise PolicyError(
+                        f"{phase.where}: from_step: {phase.from_step}: say of how many steps:"
+                        " fp4.apply(model, policy.for_steps(10_000), step=n)"
+                    )
+                start = 0 if phase.share == 0 else 1
+            else:
+                start = int(phase.from_step)
+            begun = phase if start <= (step or 0) else begun
+        return begun
+
+    def for_steps(self, steps: int) -> Policy:
+        """The policy for a training run of ``steps`` steps: phases given in percent begin there.
+
+        `PolicyError` for a number of steps below 1.
+        """
+        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+            raise PolicyError(f"for_steps: a whole number of steps is needed, not {shown(steps)}")
+        phases = tuple(
+            phase if phase.share is None else replace(phase, from_step=round(phase.share * steps))
+            for phase in self.phases
+        )
+        return replace(self, phases=phases)
 
     def __str__(self) -> str:
         """Everything that decides a layer's bits, schemes spelled out; equal for equal policies."""

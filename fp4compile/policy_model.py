@@ -145,10 +145,35 @@ class RuleEntry(_Entry):
     scheme: str
 
 
+_SHARE = r"^\d+(\.\d+)?%$"
+
+
+def _start(value: Any) -> Any:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if (whole and value >= 0) or (isinstance(value, str) and re.match(_SHARE, value)):
+        return value
+    raise PydanticCustomError(
+        "start", "a step from 0 on, or a share of training such as 82%, is needed, not {got}",
+        {"got": shown(value)},
+    )  # fmt: skip
+
+
+Start = Annotated[
+    Any,
+    BeforeValidator(_start),
+    WithJsonSchema(
+        {
+            "anyOf": [{"type": "integer", "minimum": 0}, {"type": "string", "pattern": _SHARE}],
+            "description": "a step, or a share of training such as 82%",
+        }
+    ),
+]
+
+
 class PhaseEntry(_Entry):
     """What changes from a step on: single GEMMs, or the whole scheme."""
 
-    from_step: int = Field(ge=0)
+    from_step: Start
     fprop: str | None = Field(None, description="original, or the scheme to take this GEMM from")
     dgrad: str | None = None
     wgrad: str | None = None

@@ -48,9 +48,12 @@ def _operand(entry: OperandEntry, source: Source, path: KeyPath) -> Operand:
 
 @dataclass(frozen=True)
 class Phase:
-    """What changes from step ``from_step`` on: GEMM -> name of the scheme it is taken from."""
+    """What changes from ``from_step`` on: GEMM -> name of the scheme it is taken from.
 
-    from_step: int
+    ``from_step``: a step, or a text such as "82%" until `Policy.for_steps` says of how many.
+    """
+
+    from_step: int | str
     gemms: Mapping[str, str]
     whole: str | None
     where: str
@@ -59,6 +62,11 @@ class Phase:
         changes = [f"scheme {self.whole}"] if self.whole else []
         changes += [f"{gemm} {name}" for gemm, name in self.gemms.items()]
         return ", ".join(changes)
+
+    @property
+    def share(self) -> float | None:
+        """The share of training of a phase that is not given in steps."""
+        return float(self.from_step[:-1]) / 100 if isinstance(self.from_step, str) else None
 
     def apply(self, scheme: Scheme, schemes: Mapping[str, Scheme]) -> Scheme:
         """``scheme`` in this phase; a layer in its original precision stays there.
@@ -118,13 +126,22 @@ def phases_of(
 ) -> tuple[Phase, ...]:
     """The phases of a file, in ascending order of their first steps."""
     phases = [phase_of(e, source, i, schemes, label) for i, e in enumerate(entries)]
-    for i, (before, after) in enumerate(zip(phases, phases[1:]), start=1):
-        if after.from_step <= before.from_step:
-            raise source.error(
-                ("phases", i, "from_step"),
-                f"{after.from_step} does not come after {before.from_step}",
-            )
+    for i, phase in enumerate(phases):
+        where: KeyPath = ("phases", i, "from_step")
+        if phase.share is not None and phase.share > 1:
+            raise source.error(where, f"{phase.from_step} is more than 100%")
+        if i == 0:
+            continue
+        before = phases[i - 1]
+        if (phase.share is None) != (before.share is None):
+            raise source.error(where, "steps and shares of training cannot be mixed")
+        if _start(phase) <= _start(before):
+            raise source.error(where, f"{phase.from_step} does not come after {before.from_step}")
     return tuple(phases)
+
+
+def _start(phase: Phase) -> float:
+    return phase.share if phase.share is not None else float(phase.from_step)
 
 
 def check_phase(

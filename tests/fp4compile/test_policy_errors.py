@@ -175,11 +175,11 @@ ERRORS: dict[str, tuple[str, int, str]] = {
     ),
     "phase says nothing": (PHASE + "{from_step: 5}", 3, "says no change"),
     "phase without step": (PHASE + "{fprop: original}", 3, "'from_step' is missing"),
-    "phase before 0": (PHASE + "{from_step: -5, all: original}", 3, "0 or more is needed, not -5"),
+    "phase before 0": (PHASE + "{from_step: -5, all: original}", 3, "a step from 0 on, or a share of training such as 82%, is needed, not -5"),
     "phase at 1.5": (
         PHASE + "{from_step: 1.5, all: original}",
         3,
-        "a whole number is needed, not 1.5",
+        "a step from 0 on, or a share of training such as 82%, is needed, not 1.5",
     ),
     "phase order": (
         PHASE + "{from_step: 5, all: original}\n  - {from_step: 5, all: original}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fp4compile.kernels.errors import PolicyError
 from policy_models import Gpt
 
 from fp4compile.policy import Policy, recipes
@@ -88,3 +89,45 @@ def test_the_last_phase_begun_holds() -> None:
 
 def test_no_step_is_the_first_step() -> None:
     assert stamp("  - {from_step: 0, all: original}\n", None).original
+
+
+def test_shares_of_training() -> None:
+    policy = Policy.from_dict(
+        {
+            "version": 1,
+            "recipe": "fp8-exact",
+            "phases": [
+                {"from_step": "50%", "fprop": "original"},
+                {"from_step": "82.5%", "all": "original"},
+            ],
+        }
+    )
+    model = Gpt(12)
+    first = policy.resolve(model)["h.0.mlp.up"]
+    with pytest.raises(PolicyError, match=r"from_step: 50%: say of how many steps: .*for_steps"):
+        policy.resolve(model, 3)
+    run = policy.for_steps(1000)
+    at = {step: str(run.resolve(model, step)["h.0.mlp.up"].chain.scheme) for step in (0, 499, 500, 824, 825)}
+    assert at[0] == at[499] == str(first.chain.scheme)
+    assert at[500] == at[824] == FORWARD_ORIGINAL["fp8-exact"]
+    assert at[825] == "original"
+    assert str(run) != str(policy.for_steps(2000))
+    for wrong in (0, 2.5, True):
+        with pytest.raises(PolicyError, match="for_steps: a whole number of steps"):
+            policy.for_steps(wrong)
+
+
+@pytest.mark.parametrize(
+    ("starts", "text"),
+    [
+        (("120%",), "p.yaml:4.*120% is more than 100%"),
+        (("10%", 50), "p.yaml:5.*cannot be mixed"),
+        (("60%", "50%"), "p.yaml:5.*50% does not come after 60%"),
+        (("late",), "p.yaml:4.*a step from 0 on, or a share of training such as 82%.*not 'late'"),
+        ((-1,), "p.yaml:4.*a step from 0 on"),
+    ],
+)
+def test_starts_that_cannot_be_used(starts, text) -> None:
+    phases = "".join(f"  - {{from_step: {s}, fprop: original}}\n" for s in starts)
+    with pytest.raises(PolicyError, match=text):
+        Policy.parse(f"{V}recipe: fp8-exact\nphases:\n{phases}", "p.yaml")
