@@ -51,7 +51,7 @@ def main(compiler: str = "inductor", steps: int = 10) -> None:
         if dist.get_rank() == 0:
             print(f"step {step} loss {loss.item():.3f}")
     if dist.get_rank() == 0:
-        print(fp4.explain(model[0]), fp4.explain(model[-1]), sep="\n\n")
+        print(fp4.explain(model))
     dist.destroy_process_group()
 
 

@@ -35,7 +35,8 @@ def explain(
 
     With example inputs the model is captured and rewritten, not compiled, and runs once in its
     original precision; its buffers, stamps and the random state are as before. Without, a model
-    that was compiled with backend "fp4" and has run gives the report of those graphs.
+    that was compiled with backend "fp4", whole or in parts, and has run gives the report of those
+    graphs.
     ``args``: positional inputs; a tensor alone is the only one.
     ``policy``: a `Policy`, a file's path, a recipe's name or a dict; default: the model's stamps,
     else the recipe fp8-exact.
@@ -48,7 +49,7 @@ def explain(
         _no_module(model)
     args = (args,) if isinstance(args, Tensor) else args
     inner = unwrap(model)
-    if not args and not kwargs and policy is None and reports.of(inner) is not None:
+    if not args and not kwargs and policy is None and _parts(inner):
         return _recorded(inner)
     if not args and not kwargs and not _takes_nothing(inner):
         if policy is not None:
@@ -85,12 +86,37 @@ def _no_inputs(model: nn.Module, why: str) -> NoReturn:
     )
 
 
+def _parts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that were compiled by themselves: ``model``, or else some inside of it."""
+    if reports.of(model) is not None:
+        return {"": model}
+    return {name: m for name, m in model.named_modules() if reports.of(m) is not None}
+
+
 def _recorded(model: nn.Module) -> Report:
+    """The report of the graphs that have run."""
+    parts = _parts(model)
+    if not parts:
+        _no_inputs(model, "has no graph of its own under backend 'fp4' yet")
+    found = [_recorded_whole(part) for part in parts.values()]
+    complete = Report(found[0].policy)
+    for name, report in zip(parts, found):
+        names = [".".join(filter(None, (clean_name(name), row.fqn))) for row in report]
+        complete.add([replace(row, fqn=fqn) for row, fqn in zip(report, names)])
+    complete.graphs = sum(report.graphs for report in found)
+    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    order = {clean_name(n.removesuffix(".weight")): i for i, n in enumerate(parameters)}
+    complete.rows.sort(key=lambda row: order.get(row.fqn, len(order)))
+    complete.replace({})  # numbers the chains in the new order
+    eager = {module for module in linears(model) if watching.eager_runs(module)}
+    _add_missing(complete, model, None, eager, "")
+    return complete
+
+
+def _recorded_whole(model: nn.Module) -> Report:
+    """The report of a model that was compiled by itself, without the layers in no graph."""
     report = reports.of(model)
-    if report is None:
-        parts = [n for n, m in model.named_modules() if n and reports.of(m) is not None]
-        inside = f"was compiled in parts ({', '.join(parts[:3])}, ...)"
-        _no_inputs(model, inside if parts else "has no graph of its own under backend 'fp4' yet")
+    assert report is not None
     complete = Report(report.policy, list(report.rows), report.graphs)
     rows: dict[str, list[Row]] = {}
     numbers: dict[tuple, int] = {}  # chains by the part of the model that a graph served
@@ -105,12 +131,6 @@ def _recorded(model: nn.Module) -> Report:
                 number = numbers.setdefault((holder, number), -1 - len(numbers))
             rows.setdefault(name, []).append(replace(row, chain=number))
     complete.replace(rows)
-    parameters = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    order = {clean_name(n.removesuffix(".weight")): i for i, n in enumerate(parameters)}
-    complete.rows.sort(key=lambda row: order.get(row.fqn, len(order)))
-    complete.replace({})  # numbers the chains in the new order
-    eager = {module for module in linears(model) if watching.eager_runs(module)}
-    _add_missing(complete, model, None, eager, "")
     return complete
 
 

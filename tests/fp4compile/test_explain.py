@@ -464,14 +464,18 @@ def test_the_recorded_report_follows_the_stamps():
     assert seen == [False, True, False]
 
 
-def test_a_model_compiled_in_parts_asks_for_inputs():
+def test_a_model_compiled_in_parts_has_one_report():
     model = Net(2)
     fp4.apply(model, LOW)
     for block in model.blocks:
         block.compile(backend="fp4", options={"compiler": "eager"})
-    model(X)
-    with pytest.raises(fp4.Fp4Error, match="compiled in parts.*blocks.0"):
+    with pytest.raises(fp4.Fp4Error, match="give example inputs"):
         fp4.explain(model)
+    model(X)
+    report = fp4.explain(model)
+    assert [row.status for row in report] == ["rewritten"] * 6 + ["not compiled"]
+    assert [row.chain for row in report] == [None, 0, 0, None, 1, 1, None]
+    assert [row.fqn for row in report][3:] == ["blocks.1.attn", "blocks.1.mlp.up", "blocks.1.mlp.down", "head"]
     report = fp4.explain(model, (X,))
     assert {row.status for row in report} == {"rewritten"}
 

@@ -86,7 +86,7 @@ def case(build, whole=False):
             fp4.apply(net, POLICY)
             call = build(net)
             out, grads = run(net, call, rank)
-        ran = schemes(net) if whole else {i: schemes(b) for i, b in enumerate(net.blocks)}
+        ran = schemes(net)
         outs, mean = expected(alone, whole)
         return {
             "schemes": ran, "warnings": texts, "forward": torch.equal(out, outs[rank]),
