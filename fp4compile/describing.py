@@ -18,7 +18,7 @@ from .passes import rewrite
 from .passes.nodes import graph_modules, is_tensor, transposes, value
 from .passes.sites import Site
 from .roots import Place
-from .saved import activation_bytes, weight_bytes
+from .saved import activation_bytes, format_bytes, weight_bytes
 from .stamp import Stamp
 from .stamping import name_of
 
@@ -115,7 +115,7 @@ def _all_bytes(
         asked, row = choice.asked[i], rows[i]
         found[i] = _bytes(asked.site, row, asked.decision.scheme, seen)
         if row.chain is not None and row is not last[row.chain]:
-            saved, original = _hidden_bytes(asked.site)
+            saved, original = _hidden_bytes(asked.site, asked.decision.scheme)
             kept = 0 if asked.site.weight in results else original
             found[i] = found[i][0] + saved, found[i][1] + kept
     return found
@@ -134,9 +134,12 @@ def _bytes(site: Site, row: rewrite.Row, scheme: Scheme, seen: set[tuple]) -> tu
     return saved if same else saved + weight_bytes(scheme, site.out_features, k), original
 
 
-def _hidden_bytes(site: Site) -> tuple[int, int]:
+def _hidden_bytes(site: Site, scheme: Scheme) -> tuple[int, int]:
     """A chain's pre-activation, kept for the activation's derivative: now and originally."""
     elements, dtype = _tokens(site) * site.out_features, _dtype(site)
+    if scheme.preactivation:
+        now = format_bytes(scheme.preactivation, _tokens(site), site.out_features)
+        return now, elements * dtype.itemsize
     return elements * acc_dtype(dtype).itemsize, elements * dtype.itemsize
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from .blocks import Blocks, clean_name, find_blocks, linears, other_matrices
 from .kernels.errors import PolicyError
-from .kernels.formats import Scheme
+from .kernels.formats import PREACTIVATION, Scheme
 from .policy_model import PolicyEntry, validate
 from .policy_rules import Block, Named, Rule, rules_of
 from .policy_schemes import BUILT_IN, Phase, check_phase, phases_of, scheme_of
@@ -244,6 +244,11 @@ def _build(entry: PolicyEntry, source: Source) -> Policy:
     label = Path(source.name).name
     schemes = {**BUILT_IN, **_schemes(base, base_source), **_schemes(entry, source)}
     rules = rules_of(entry.layers or [], source, label, own=False)
+    if entry.save_preactivation == "mxfp8":
+        schemes = {
+            name: scheme if scheme.original else replace(scheme, preactivation=PREACTIVATION)
+            for name, scheme in schemes.items()
+        }
     _check_names(entry, source, schemes)
     rules += rules_of(base.layers or [], base_source, recipe, own=True)
     phases = phases_of(entry.phases or [], source, schemes, label)

@@ -188,6 +188,9 @@ class PolicyEntry(_Entry):
     recipe: str | None = None
     strict: bool = False
     save_weight: Literal["codes", "remake"] = "codes"
+    save_preactivation: Literal["original", "mxfp8"] = Field(
+        "original", description="how a chain keeps what its activation's derivative needs"
+    )
     layers: list[RuleEntry] | None = None
     default: str | None = None
     schemes: dict[str, SchemeEntry] | None = None

@@ -84,7 +84,8 @@ class Phase:
         if gemms["fprop"] is None:
             for gemm in ("dgrad", "wgrad"):
                 gemms[gemm] = _from_input(gemm, gemms[gemm], origin[gemm].fprop)
-        return Scheme(**gemms)
+        kept = scheme.preactivation if any(gemms.values()) else None
+        return Scheme(**gemms, preactivation=kept)
 
 
 def _from_input(gemm: str, operands: Gemm | None, fprop: Gemm | None) -> Gemm | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from .activations import ACTIVATIONS
 from .errors import InputError
 from .formats import Scheme
-from .layer import STREAMS, Layer, Quantized, Right, Term, parts
+from .layer import STREAMS, Layer, Quantized, Right, Term, acc_dtype, parts
 
 ops = torch.ops.fp4
 
@@ -71,6 +71,24 @@ def restore(ctx) -> list[tuple]:
         groups.append(tuple(flat[:size]))
         del flat[:size]
     return groups
+
+
+def save_term(layer: Layer, z: Term) -> tuple:
+    """What backward needs of a chain's first result: z's parts, or codes in the place of acc."""
+    fmt = layer.scheme.preactivation
+    if fmt is None:
+        return z.args()
+    return *ops.quantize(z.acc, str(fmt), "none", False)[:2], *z.args()[1:]
+
+
+def restore_term(layer: Layer, saved: tuple, n: int) -> Term:
+    """The term that `save_term` saved; acc [M, n] is rounded where it was kept as codes."""
+    fmt = layer.scheme.preactivation
+    if fmt is None:
+        return Term(*saved)
+    codes, scales, *rest = saved
+    form = "f32" if acc_dtype(layer.out_dtype) == torch.float32 else "bf16"
+    return Term(ops.decode(codes, scales, str(fmt), n, form, False)[:, :n], *rest)
 
 
 def backward_gemms(
@@ -197,7 +215,7 @@ class Chain(torch.autograd.Function):
             ctx,
             first.saved_activation(x2, xq) if need_w1 else (),
             first.saved_weight(w1, wq1) if need_x else (),
-            z.args() if need_h else (),
+            save_term(first, z) if need_h else (),
             second.saved_activation(z.acc, hq) if need_w2 else (),
             second.saved_weight(w2, wq2) if need_h else (),
         )
@@ -222,8 +240,9 @@ class Chain(torch.autograd.Function):
         )  # fmt: skip
         dx, dw1, db1 = None, None, None
         if gh is not None:
+            term = restore_term(first, z, ctx.hidden)
             dx, dw1, db1 = backward_hidden(
-                first, gh, Term(*z), ctx.act, saved_x, saved_w1, (need_x, need_w1, need_b1),
+                first, gh, term, ctx.act, saved_x, saved_w1, (need_x, need_w1, need_b1),
                 seed, STREAMS, ctx.shape[-1], dtypes[1],
             )  # fmt: skip
         return (
@@ -297,8 +316,8 @@ class Gated(torch.autograd.Function):
             up.saved_activation(x2, xqu) if need_wu else (),
             gate.saved_weight(wg, wqg) if need_x else (),
             up.saved_weight(wu, wqu) if need_x else (),
-            zg.args() if need_h else (),
-            zu.args() if need_h else (),
+            save_term(gate, zg) if need_h else (),
+            save_term(up, zu) if need_h else (),
             down.saved_activation(zg.acc, hq) if need_wd else (),
             down.saved_weight(wd, wqd) if need_h else (),
         )
@@ -326,8 +345,9 @@ class Gated(torch.autograd.Function):
         )  # fmt: skip
         dxg = dxu = dwg = dwu = dbg = dbu = None
         if gh is not None:
+            terms = restore_term(gate, zg, ctx.hidden), restore_term(up, zu, ctx.hidden)
             both = backward_gated(
-                (gate, up), gh, (Term(*zg), Term(*zu)), ctx.act, (saved_xg, saved_xu),
+                (gate, up), gh, terms, ctx.act, (saved_xg, saved_xu),
                 (saved_wg, saved_wu), (need_g, need_u), seed, ctx.shape[-1], (dtypes[0], dtypes[2]),
             )  # fmt: skip
             (dxg, dwg, dbg), (dxu, dwu, dbu) = both

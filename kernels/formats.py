@@ -225,6 +225,8 @@ class Operand:
         return Operand(TensorFormat.parse(text), "own", fold)
 
 
+PREACTIVATION = TensorFormat("mxfp8", block=32)  # the other precision that one may be kept in
+
 Gemm = tuple[Operand, Operand]
 GEMMS = {
     "fprop": ("activation", "weight"),
@@ -238,14 +240,21 @@ class Scheme:
     """The operands of a layer's three GEMMs; None means the original precision.
 
     fprop: y[M, N] = x[M, K] w[N, K]^T; dgrad: dx[M, K] = g[M, N] w[N, K]; wgrad: dw[N, K] =
-    g[M, N]^T x[M, K]. Construction raises `FormatError` for operands that cannot be multiplied.
+    g[M, N]^T x[M, K]. ``preactivation``: how a chain's first layer keeps its result for the
+    activation's derivative, if not as it is. Construction raises `FormatError` for operands that
+    cannot be multiplied.
     """
 
     fprop: Gemm | None = None
     dgrad: Gemm | None = None
     wgrad: Gemm | None = None
+    preactivation: TensorFormat | None = None
 
     def __post_init__(self) -> None:
+        if self.preactivation not in (None, PREACTIVATION):
+            raise FormatError(f"preactivation: {self.preactivation} is not {PREACTIVATION}")
+        if self.preactivation and self.original:
+            raise FormatError("preactivation: nothing of the scheme is quantized")
         for name, roles in GEMMS.items():
             gemm = getattr(self, name)
             if gemm is not None:
@@ -325,6 +334,8 @@ class Scheme:
             gemm = getattr(self, name)
             inner = f"{gemm[0]}, {gemm[1]}" if gemm else "original"
             parts.append(f"{name}({inner})")
+        if self.preactivation:
+            parts.append(f"preactivation({self.preactivation})")
         return " ".join(parts)
 
     @staticmethod
@@ -334,8 +345,12 @@ class Scheme:
         if text == "original":
             return Scheme()
         gemms: dict[str, Gemm | None] = {}
+        kept: TensorFormat | None = None
         for part in text.split(") "):
             name, _, inner = part.removesuffix(")").partition("(")
+            if name == "preactivation" and kept is None:
+                kept = TensorFormat.parse(inner)
+                continue
             if name not in GEMMS or name in gemms:
                 raise FormatError(f"unknown or repeated GEMM {name!r} in scheme {text!r}")
             words = inner.split(", ")
@@ -344,4 +359,4 @@ class Scheme:
             gemms[name] = (
                 None if inner == "original" else (Operand.parse(words[0]), Operand.parse(words[1]))
             )
-        return Scheme(**gemms)
+        return Scheme(**gemms, preactivation=kept)

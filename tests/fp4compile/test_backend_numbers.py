@@ -266,3 +266,19 @@ def test_an_empty_batch_gives_empty_results_and_zero_gradients(kind):
     call(x).sum().backward()
     assert x.grad.shape == (0, D)
     assert all(p.grad.shape == p.shape and not p.grad.any() for p in net.parameters())
+
+
+def test_a_preactivation_in_8_bits_by_the_policy():
+    """Half the bytes of the pre-activation in BF16, the same loss, gradients within its rounding."""
+    net, runs, kept = Mlp().bfloat16(), [], []
+    for save in ("original", "mxfp8"):
+        given = policy(recipe="fp8-exact", default="low", save_preactivation=save)
+        runs.append(step(net, compiled(net, given, compiler="aot_eager"), X.bfloat16(), seed=3))
+        kept.append(fp4.explain(net, X.bfloat16(), policy=given).saved_bytes)
+        torch._dynamo.reset()
+    (loss, grads), (loss8, grads8) = runs
+    assert torch.equal(loss, loss8)
+    tokens = X.numel() // D
+    assert kept[0] - kept[1] == tokens * 2 * D * 2 - tokens * 2 * D * 33 // 32
+    off = (grads["up.weight"] - grads8["up.weight"]).float().norm() / grads["up.weight"].float().norm()
+    assert 0 < off < 0.05 and torch.equal(grads["down.weight"], grads8["down.weight"])

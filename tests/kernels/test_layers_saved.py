@@ -7,7 +7,8 @@ import weakref
 
 import pytest
 import torch
-from fp4compile.kernels import ops  # noqa: F401 - defines torch.ops.fp4
+from fp4compile.kernels import autograd, ops, reference  # noqa: F401 - defines torch.ops.fp4
+from fp4compile.kernels.errors import FormatError
 from fp4compile.kernels.formats import Operand, Scheme, TensorFormat
 from fp4compile.kernels.layer import Layer
 from layer_oracle import ARTICLE, EXACT, LOW, data, mixes
@@ -173,3 +174,65 @@ def test_gate_and_up_share_codes_only_in_one_form(monkeypatch) -> None:
         exact, other, article, original = (Layer(s, BF16, device) for s in schemes)
         assert exact.same_activation(exact) and exact.same_activation(other) == alike
         assert not exact.same_activation(article) and not exact.same_activation(original)
+
+
+KEPT = " preactivation(mxfp8:32)"
+
+
+def chains(text: str, dtype: torch.dtype, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs and gradients of a chain and of a gated chain."""
+    x, w1, b1, wu, w2 = tensors
+    results = []
+    for y in (
+        fp4.linear_act_linear(x, w1, b1, w2, None, "gelu_tanh", text, text, dtype, dtype),
+        fp4.gated_linear(x, w1, b1, wu, None, w2, None, "silu", text, text, text, dtype, dtype),
+    ):
+        torch.manual_seed(5)
+        used = [t for t in tensors if t is not wu or len(results)]
+        results += [y.detach(), *torch.autograd.grad(y, used, data(*y.shape, seed=9).to(dtype))]
+    return results
+
+
+@pytest.mark.parametrize("text", [EXACT, ARTICLE])
+@pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
+def test_a_preactivation_in_8_bits(text: str, dtype: torch.dtype, monkeypatch) -> None:
+    """The gradients are those of the rounded values; the forward and the last weight's are as ever."""
+    assert str(Scheme.parse(text + KEPT)) == text + KEPT
+    tensors = [
+        leaf(*s, dtype=dtype) for s in ((40, 48), (70, 48), (70,), (70, 48), (33, 70))
+    ]
+    plain, got = chains(text, dtype, tensors), chains(text + KEPT, dtype, tensors)
+
+    def rounded(layer, z):
+        codes, scales, _, _ = fp4.quantize(z.acc, "mxfp8:32", "none", False)
+        values = reference.values(codes, scales, TensorFormat.parse("mxfp8:32"), z.acc.shape[1])
+        return values.to(z.acc.dtype), *z.args()[1:]
+
+    monkeypatch.setattr(autograd, "save_term", rounded)
+    want = chains(text, dtype, tensors)
+    assert all(torch.equal(a, b) for a, b in zip(got, want))
+    for i in (0, 4, 5, 10):  # y and the last weight's gradient, of both
+        assert torch.equal(got[i], plain[i])
+    off = (got[1].float() - plain[1].float()).norm() / plain[1].float().norm()
+    assert 0 < off < 0.05
+
+
+def test_a_preactivation_in_8_bits_is_kept_as_codes() -> None:
+    x, w1, w2 = (leaf(*s, dtype=BF16) for s in ((64, 80), (96, 80), (48, 96)))
+    shapes = {}
+    for text in (EXACT, EXACT + KEPT):
+        shapes[text] = saved(
+            lambda text=text: fp4.linear_act_linear(
+                x, w1, None, w2, None, "gelu", text, text, BF16, BF16
+            ),
+            x, w1, w2,
+        )  # fmt: skip
+    gone = [s for s in shapes[EXACT] if s not in shapes[EXACT + KEPT]]
+    new = [s for s in shapes[EXACT + KEPT] if s not in shapes[EXACT]]
+    assert gone == [(BF16, (64, 96))] and new == [(U8, (64, 96)), (U8, (64, 3))]
+
+
+@pytest.mark.parametrize("kept", ["mxfp8:row", "mxfp8:32:sr", "nvfp4:row"])
+def test_preactivations_in_other_formats_are_refused(kept: str) -> None:
+    with pytest.raises(FormatError, match="preactivation: .* is not mxfp8:32"):
+        Scheme.parse(f"{EXACT} preactivation({kept})")
