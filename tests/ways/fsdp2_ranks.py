@@ -156,6 +156,14 @@ def checkpoint(rank, folder):
     return {"same": same, "noise matters": noisy, "keys": sorted(state["model"])}
 
 
+def explained(rank, folder):
+    """Example inputs run a sharded model, which all ranks do together."""
+    net = Net(4)
+    fp4.apply(net, POLICY)
+    report = fp4.explain(shard(net), (batch(),))
+    return {row.fqn: row.scheme_name for row in report if row.status == "rewritten"}
+
+
 def caching(rank, folder):
     """FSDP writes parameters without counting: kept codes would be stale."""
     net = shard(Net(1))
@@ -178,6 +186,7 @@ if __name__ == "__main__":
             "checkpointed": case(lambda net: shard(compile_blocks(checkpoint_blocks(net)))),
             "mixed": mixed,
             "checkpoint": checkpoint,
+            "explained": explained,
             "caching": caching,
         }
     )

@@ -106,3 +106,17 @@ def test_every_way_takes_the_same_step():
         found[way] = step(model, compiled(model, LOW, "aot_eager"), X)
         assert "left" not in schemes(model).values()
     assert same(found["full"], found["none"]) and same(found["selective"], found["none"])
+
+
+def test_eager_checkpoints_around_compiled_blocks():
+    """Backward runs the compiled block again; its random numbers are those of no checkpoint."""
+    models = ways()
+    found = {}
+    for way in ("none", "full"):
+        torch._dynamo.reset()
+        fp4.apply(models[way], LOW)
+        for block in models[way].blocks:
+            block.compile(backend="fp4", options={"compiler": "eager"})
+        models[way].head.compile(backend="fp4", options={"compiler": "eager"})
+        found[way] = step(models[way], models[way], X)
+    assert same(found["full"], found["none"])

@@ -38,6 +38,13 @@ def test_a_distributed_checkpoint_gives_the_same_next_steps(ranks):
         assert not any("fp4" in key for key in found["checkpoint"]["keys"])
 
 
+def test_example_inputs_on_every_rank(ranks):
+    for found in ranks:
+        mine = {i: s for i, s in enumerate(BLOCKS) if s != "left"}
+        wanted = {f"blocks.{i}.{n}": s for i, s in mine.items() for n in ("attn", "mlp.up", "mlp.down")}
+        assert found["explained"] == wanted
+
+
 def test_kept_codes_are_refused(ranks):
     assert all("FSDP" in found["caching"]["error"] for found in ranks)
 
