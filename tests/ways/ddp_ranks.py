@@ -30,13 +30,9 @@ def outside(net, options):
     return torch.compile(ddp(net), backend="fp4", options=options)
 
 
-def inside(net, options):
-    return ddp(torch.compile(net, backend="fp4", options=options))
-
-
-def stamped(net, options):
+def inside_stamped(net, options):
     fp4.apply(net, options["policy"])
-    return outside(net, EAGER)
+    return ddp(torch.compile(net, backend="fp4", options=EAGER))
 
 
 def by_block(net, options):
@@ -114,8 +110,7 @@ if __name__ == "__main__":
     report(
         {
             "outside": case(outside),
-            "inside": case(inside),
-            "stamped": case(stamped),
+            "inside, stamped": case(inside_stamped),
             "by block": case(by_block),
             "default policy": case(outside, given=fp4.Policy.default()),
         }

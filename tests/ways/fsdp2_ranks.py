@@ -180,10 +180,11 @@ if __name__ == "__main__":
     report(
         {
             "compiled after": case(lambda net: compile_blocks(shard(net))),
-            "compiled before": case(lambda net: shard(compile_blocks(net))),
             "wrapped before": case(lambda net: shard(wrap_blocks(net))),
             "whole": case(lambda net: torch.compile(shard(net), **EAGER), whole=True),
-            "checkpointed": case(lambda net: shard(compile_blocks(checkpoint_blocks(net)))),
+            "compiled before, checkpointed": case(
+                lambda net: shard(compile_blocks(checkpoint_blocks(net)))
+            ),
             "mixed": mixed,
             "checkpoint": checkpoint,
             "explained": explained,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import launch
 
-WHOLE = ["outside", "inside", "stamped"]
+WHOLE = ["outside", "inside, stamped"]
 LAYERS = ["attn", "mlp.up", "mlp.down"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from ranks import launch
 
-WAYS = ["compiled after", "compiled before", "wrapped before", "checkpointed", "whole"]
+WAYS = ["compiled after", "compiled before, checkpointed", "wrapped before", "whole"]
 BLOCKS = ["left", "low", "low", "mxfp8"]
 
 
