@@ -14,7 +14,7 @@ demo: $(VENV)/installed-plots
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
 test: $(VENV)/installed-test
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(ARGS)
 
 # The oldest and the newest torch that are supported, each in an environment of its own.
 test-matrix:
@@ -22,7 +22,7 @@ test-matrix:
 	$(MAKE) test VENV=.venv-newest TORCH='torch<2.15'
 
 test-gpu: $(VENV)/installed-test
-	$(BIN)/pytest -m gpu tests/gpu $(ARGS)
+	$(BIN)/pytest tests/gpu $(ARGS)
 
 sanitize: $(VENV)/installed-test
 	for tool in memcheck racecheck initcheck; do PYTORCH_NO_CUDA_MEMORY_CACHING=1 \

@@ -9,7 +9,10 @@ from torch import nn
 from torch._inductor import config as inductor_config
 
 import fp4compile as fp4
+from fp4compile.kernels import cuda_loader
 
+FOUND, REASON = cuda_loader.available()
+pytestmark = pytest.mark.skipif(not FOUND, reason=f"no usable GPU: {REASON}")
 D, M = 256, 384
 
 
