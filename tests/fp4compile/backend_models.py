@@ -103,6 +103,20 @@ def batch(*sizes, seed=0):
     return torch.randn(*sizes, generator=torch.Generator().manual_seed(seed))
 
 
+def planted(n):
+    """A net whose second MLP has an outlier in each block of 16 weights, times a hidden unit that is
+    0: the outliers do nothing, and beside them the others vanish in 4 bits."""
+    torch.manual_seed(0)
+    net = Net(n)
+    mlp = net.blocks[1].mlp
+    with torch.no_grad():
+        for p in (mlp.up.weight, mlp.up.bias):
+            p[::16] = 0
+        mlp.down.weight *= 20
+        mlp.down.weight[:, ::16] = 1000
+    return net
+
+
 def policy(**keys):
     return {"version": 1, **keys}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_models import Net, batch
+from backend_models import batch, planted
 from torch import nn
 from typer.testing import CliRunner
 
@@ -15,23 +15,15 @@ pytestmark = pytest.mark.usefixtures("fresh")
 LOW = {"version": 1, "recipe": "thinking-machines", "default": "low"}
 
 
-def planted():
-    """An outlier in each block of 16 weights, times a hidden unit that is 0: the others vanish."""
-    torch.manual_seed(0)
-    net, x = Net(2), batch()
-    mlp = net.blocks[1].mlp
-    with torch.no_grad():
-        for p in (mlp.up.weight, mlp.up.bias):
-            p[::16] = 0
-        mlp.down.weight *= 20
-        mlp.down.weight[:, ::16] = 1000
+def with_loss():
+    net, x = planted(2), batch()
     with torch.no_grad():
         target = net(x)
     return net, lambda model: (model(x) - target).square().mean()
 
 
 def test_the_planted_layer_comes_first_and_the_model_is_as_before():
-    net, loss = planted()
+    net, loss = with_loss()
     before = {n: p.clone() for n, p in net.named_parameters()}
     found = fp4.bisect(net, loss, LOW)
     assert found.effects[0].layer == "blocks.1.mlp.down"
@@ -49,7 +41,7 @@ def test_the_planted_layer_comes_first_and_the_model_is_as_before():
 
 
 def test_stamps_come_back():
-    net, loss = planted()
+    net, loss = with_loss()
     policy = fp4.Policy.from_dict(LOW)
     fp4.apply(net, policy)
     stamps = {n: m.fp4_scheme for n, m in net.named_modules() if isinstance(m, nn.Linear)}
@@ -58,7 +50,7 @@ def test_stamps_come_back():
 
 
 def test_what_cannot_be_bisected_is_one_line():
-    net, loss = planted()
+    net, loss = with_loss()
     with pytest.raises(fp4.InputError, match="quantizes none of the model's linears"):
         fp4.bisect(net, loss, "bf16")
     with pytest.raises(fp4.InputError, match="must return one finite number"):

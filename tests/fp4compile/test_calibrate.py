@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_models import D, Net, batch
+from backend_models import D, Net, batch, planted
 from torch import nn
 from typer.testing import CliRunner
 
@@ -15,25 +15,12 @@ pytestmark = pytest.mark.usefixtures("fresh")
 X = batch()
 
 
-def planted():
-    """Weights of one layer that vanish beside outliers, which meet a hidden unit that is 0."""
-    torch.manual_seed(0)
-    net = Net(3)
-    mlp = net.blocks[1].mlp
-    with torch.no_grad():
-        for p in (mlp.up.weight, mlp.up.bias):
-            p[::16] = 0
-        mlp.down.weight *= 20
-        mlp.down.weight[:, ::16] = 1000
-    return net
-
-
 def loss(model, x):
     return model(x).square().mean()
 
 
 def test_the_planted_layer_is_kept_and_the_model_is_as_before():
-    net = planted()
+    net = planted(3)
     before = {n: p.clone() for n, p in net.named_parameters()}
     random = torch.get_rng_state()
     found = fp4.calibrate(net, [X, 2 * X], budget="20%", loss=loss)
@@ -63,7 +50,7 @@ def test_figures_are_those_of_the_formats():
 
 
 def test_the_policy_says_what_was_kept(tmp_path):
-    net = planted()
+    net = planted(3)
     found = fp4.calibrate(net, [X], budget=0.2, higher="original", loss=loss)
     found.save(tmp_path / "policy.yaml")
     report = fp4.explain(net, X, policy=tmp_path / "policy.yaml")
