@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from fp4compile.kernels import cuda_loader
 from torch import nn
 from torch._inductor import config as inductor_config
 
 import fp4compile as fp4
-from fp4compile.kernels import cuda_loader
 
 FOUND, REASON = cuda_loader.available()
 pytestmark = pytest.mark.skipif(not FOUND, reason=f"no usable GPU: {REASON}")
