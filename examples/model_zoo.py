@@ -45,7 +45,8 @@ def _own_loss(output: Any) -> Tensor:
 
 
 def _hidden_loss(output: Any) -> Tensor:
-    return output.last_hidden_state.float().square().mean()
+    # not a square: the mean square of a norm's output is a constant, its gradient rounding noise.
+    return output.last_hidden_state.float().sin().mean()
 
 
 def _classes(logits: Tensor) -> Tensor:
