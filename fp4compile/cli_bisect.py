@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from .cli_errors import one_line_errors
-from .kernels.errors import Fp4Error
 
 
 @one_line_errors
@@ -25,13 +24,8 @@ def bisect(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Quantize one layer and one GEMM at a time; say what each does to the loss and gradients."""
-    from torch import nn
-
     from .bisecting import bisect as run
-    from .cli_policy import call
+    from .cli_policy import call_pair
 
-    made = call(model)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise Fp4Error(f"{model}: returned {type(made).__name__}; return (module, loss)")
-    result = run(*made, policy=policy)
+    result = run(*call_pair(model, "loss"), policy=policy)
     typer.echo(json.dumps(result.as_dict(), indent=1) if as_json else str(result))

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from .cli_errors import one_line_errors
-from .kernels.errors import Fp4Error
 
 
 @one_line_errors
@@ -28,15 +27,11 @@ def calibrate(
     figures: Annotated[Path | None, typer.Option(help="the figures as JSON")] = None,
 ) -> None:
     """Measure each layer's errors in a high-precision run; write a policy that keeps the worst."""
-    from torch import nn
-
     from .calibrating import calibrate as run
-    from .cli_policy import call
+    from .cli_policy import call_pair
 
-    made = call(model)
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
-        raise Fp4Error(f"{model}: returned {type(made).__name__}; return (module, batches)")
-    result = run(*made, recipe=recipe, budget=budget, higher=higher, progress=True)
+    pair = call_pair(model, "batches")
+    result = run(*pair, recipe=recipe, budget=budget, higher=higher, progress=True)
     typer.echo(str(result))
     result.save(out)
     typer.echo(f"policy: {out}")

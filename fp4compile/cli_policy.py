@@ -113,6 +113,16 @@ def call(spec: str) -> Any:
         sys.path.remove(os.getcwd())
 
 
+def call_pair(spec: str, second: str) -> tuple[nn.Module, Any]:
+    """What ``module:factory`` returns where it must be (module, ``second``); else `PolicyError`."""
+    from torch import nn
+
+    made = call(spec)
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        raise PolicyError(f"{spec}: returned {type(made).__name__}; return (module, {second})")
+    return made
+
+
 def build(spec: str) -> nn.Module:
     """The model that ``module:factory`` returns, alone or as (model, args)."""
     from torch import nn

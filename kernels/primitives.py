@@ -314,15 +314,20 @@ def _write_grad(g, z, up, act, folds, amax, out) -> tuple[Tensor, ...]:
     fused = _fused("act_grad", out)
     if fused and out.is_contiguous():
         return fused(g, z, up, act, folds, amax, out)
-    dh, z = affine(*g), affine(*z)
-    grads = [evaluate(ACTIVATIONS[act].backward, dh if up is None else dh * affine(*up), z)]
-    if up is not None:
-        grads.append(dh * evaluate(ACTIVATIONS[act].forward, z))
     results = []
-    for i, (dz, fold) in enumerate(zip(grads, folds)):
+    for i, (dz, fold) in enumerate(zip(_hidden_gradients(g, z, up, act), folds)):
         values = dz.to(out.dtype) if i else out.copy_(dz)
         results += ([values] if i else []) + _maxima(values.float(), fold, amax)
     return tuple(results)
+
+
+def _hidden_gradients(g, z, up, act) -> list[Tensor]:
+    """FP32 gradients of act(z), or of both terms of act(z) * up, from that of the result."""
+    dh, z = affine(*g), affine(*z)
+    if up is None:
+        return [evaluate(ACTIVATIONS[act].backward, dh, z)]
+    dz = evaluate(ACTIVATIONS[act].backward, dh * affine(*up), z)
+    return [dz, dh * evaluate(ACTIVATIONS[act].forward, z)]
 
 
 def _maxima(dz: Tensor, fold: Tensor | None, amax: bool) -> list[Tensor]:
@@ -343,8 +348,7 @@ def _fake_act_grad_quantize(g, row, col, acc, row1, col1, bias1, act, fold, *res
 )
 def act_grad_quantize(g, row, col, acc, row1, col1, bias1, act, fold, *rest):
     """`quantize_grad` of (g * row * col) * act'(z), z = (acc * row1) * col1 + bias1, in FP32."""
-    z = affine(acc, row1, col1, bias1)
-    dz = evaluate(ACTIVATIONS[act].backward, affine(g, row, col, None), z)
+    (dz,) = _hidden_gradients((g, row, col, None), (acc, row1, col1, bias1), None, act)
     return quantize_grad(dz, fold, *rest)
 
 
@@ -372,10 +376,8 @@ def glu_grad_quantize(g, row, col, acc_g, row_g, col_g, bias_g, acc_u, row_u, co
                       operand_dg, operand_wg, operand_du, operand_wu, bias_grad_g, bias_grad_u,
                       seed, stream):  # fmt: skip
     """`quantize_grad` of both terms of h = act(gate) * up; up's stream is 16 higher."""
-    dh = affine(g, row, col, None)
-    gate, up = affine(acc_g, row_g, col_g, bias_g), affine(acc_u, row_u, col_u, bias_u)
-    d_gate = evaluate(ACTIVATIONS[act].backward, dh * up, gate)
-    d_up = dh * evaluate(ACTIVATIONS[act].forward, gate)
+    gate, up = (acc_g, row_g, col_g, bias_g), (acc_u, row_u, col_u, bias_u)
+    d_gate, d_up = _hidden_gradients((g, row, col, None), gate, up, act)
     return (
         *quantize_grad(
             d_gate, fold_g, dgrad_g, wgrad_g, operand_dg, operand_wg, bias_grad_g, seed, stream

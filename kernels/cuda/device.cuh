@@ -137,19 +137,9 @@ FP4_D u32 top_bytes(u32 a, u32 b, u32 c, u32 d) {
   return select_bytes(select_bytes(a, b, 0x0073), select_bytes(c, d, 0x0073), 0x5410);
 }
 
-FP4_D u32 sign_bytes(const float* x) {
-  return top_bytes(bits(x[0]), bits(x[1]), bits(x[2]), bits(x[3])) & 0x80808080u;
-}
-
 // What stochastic rounding adds to (FP32 bits << 4): a lane's 16 bits at bit 8, half below them.
 FP4_D u32 rounding_bits(const Words& words, u32 lane) {
   return select_bytes(words.w[lane >> 1], 0x80u, lane & 1 ? 0x5324u : 0x5104u);
-}
-
-// E4M3 stochastic: the code of |x * up| is the top byte of the result, for |x * up| <= 448. The
-// product with 2^-120 lets E4M3's subnormals meet FP32's: it rounds as |y| + 2^-6 does.
-FP4_D u32 stochastic_e4m3(float x, float up, u32 rounding) {
-  return (bits(mul(mul(x, up), 0x1p-120f)) << 4) + rounding;
 }
 
 // ---- NVFP4: sixteen elements of one thread ----------------------------------------------------
