@@ -138,19 +138,25 @@ class Team(NamedTuple):
     stages: int
 
 
-def _team(blocks: int, mode: int, same: bool) -> Team:
-    """The team for rows of ``blocks`` blocks; ``same``: the tensor itself is quantized."""
+def _team(blocks: int, mode: int, same: bool, block_bytes: int, most_bytes: int) -> Team:
+    """The team for rows of ``blocks`` blocks; ``same``: the tensor itself is quantized.
+
+    Its rows in flight, of ``block_bytes`` a block, fit into ``most_bytes`` of shared memory.
+    """
     for held, most in TEAMS[same]:
-        if blocks <= most * held:
-            threads = max(32, _ceil(_ceil(blocks, held), 32) * 32)
+        threads = max(32, _ceil(_ceil(blocks, held), 32) * 32)
+        stages = min(2, most_bytes // (threads * held * block_bytes))
+        if threads <= most and stages:
             # Searches in FP32 and four blocks need more than 64 registers.
-            return Team(threads, held, 1 if mode in (1, 2) or held > 2 else 2, 2)
+            return Team(threads, held, 1 if mode in (1, 2) or held > 2 else 2, stages)
     return Team(512, 0, 1, 1)
 
 
-def row_team(padded: int, mode: int, same: bool) -> tuple[Team, dict[str, int]]:
+def row_team(
+    padded: int, mode: int, same: bool, block_bytes: int = 32, most_bytes: int = 192 << 10
+) -> tuple[Team, dict[str, int]]:
     """The team for rows of ``padded`` columns, and its defines for rows on 16-byte boundaries."""
-    team = _team(padded // 16, mode, same)
+    team = _team(padded // 16, mode, same, block_bytes, most_bytes)
     return team, {
         "BLOCKS": team.held, "WIDE": 1, "STAGES": team.stages, "CTAS": team.ctas,
         "THREADS": team.threads if team.held else 0,
@@ -159,7 +165,7 @@ def row_team(padded: int, mode: int, same: bool) -> tuple[Team, dict[str, int]]:
 
 
 # Blocks of a thread and the most threads, in order of preference.
-TEAMS = {True: ((1, 64), (2, 512), (4, 512)), False: ((1, 64), (2, 512))}
+TEAMS = {True: ((1, 64), (2, 512), (4, 512)), False: ((1, 64), (2, 512), (4, 512))}
 
 
 # ---- quantize -------------------------------------------------------------------------------
@@ -221,7 +227,11 @@ def _quantize_rows(
         other, _, wide_up = _term(up, keep)
         wide = wide and wide_up
     mode = _row_mode(fmt)
-    team, shape = row_team(padded, mode, act is None and up is None and not _parts(x))
+    device, shared = x[0].device, 0
+    block_bytes = 16 * x[0].element_size() * (1 + (up is not None))
+    same_tensor = act is None and up is None and not _parts(x)
+    most = cuda_loader.shared_memory(device)
+    team, shape = row_team(padded, mode, same_tensor, block_bytes, most)
     arguments = Rows(
         term, other, rows, cols, padded, _pointer(amax), codes.data_ptr(),
         scales.data_ptr(), _pointer(factor), None if same else _pointer(operand),
@@ -231,10 +241,8 @@ def _quantize_rows(
         "GATED": int(up is not None), "TERM": _parts(x), "UP": 0 if up is None else _parts(up),
         **shape, "WIDE": int(wide and cols == padded),
     }  # fmt: skip
-    device, shared = x[0].device, 0
     if defines["WIDE"] and team.held:
-        bytes_a_block = 16 * x[0].element_size() * (1 + (up is not None))
-        shared = team.stages * team.held * team.threads * bytes_a_block
+        shared = team.stages * team.held * team.threads * block_bytes
     resident = _resident("rows.cu", "quantize_rows", defines, team.threads, device, shared)
     grid = (min(rows, resident), 1)
     _launch("rows.cu", "quantize_rows", defines, arguments, grid, team.threads, device, shared)

@@ -156,6 +156,18 @@ def processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+STATIC_SHARED = 8 << 10  # what the kernels' tables take, generously
+
+
+@cache_function
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a CTA may ask for beside the kernels' tables."""
+    if device.type != "cuda":
+        return 192 << 10
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin) - STATIC_SHARED
+
+
 @cache_function
 def _granted(function: Any, shared: int) -> None:
     """Allow a kernel more shared memory than the 48 KiB that need no asking."""

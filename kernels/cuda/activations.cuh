@@ -21,9 +21,11 @@ FP4_D float tanh_fast(float x) {
 
 // GELU's normal distribution as 0.5 (1 + tanh(u)): u of the tanh form, or a fit of the exact form,
 // whose value times z is 2.5e-5 off at most (tanh.approx adds 1e-5). `slope` is u's derivative.
-template <int A>
+template <int A, bool SLOPE = true>
 FP4_D float gelu_argument(float z, float* slope) {
-  const float w = fminf(mul(z, z), A == GELU ? 16.0f : 64.0f);  // tanh is 1 there
+  const float square = mul(z, z);
+  // tanh is 1 from there on; the fit turns back, and an infinite slope times 0 is NaN
+  const float w = A == GELU || SLOPE ? fminf(square, A == GELU ? 16.0f : 64.0f) : square;
   constexpr float c0 = A == GELU ? 0.79750547f : 0.79788456f;
   constexpr float c1 = A == GELU ? 0.03700787f : 0.79788456f * 0.044715f;
   constexpr float c2 = A == GELU ? -0.00035187756f : 0.0f;
@@ -39,7 +41,7 @@ FP4_D float activate(float z) {
   if (A == GELU || A == GELU_TANH) {
     float slope;
     const float half = mul(z, 0.5f);
-    return fused(half, tanh_fast(gelu_argument<A>(z, &slope)), half);
+    return fused(half, tanh_fast(gelu_argument<A, false>(z, &slope)), half);
   }
   if (A == RELU) return z > 0 || z != z ? z : 0.0f;
   if (A == RELU2) return z > 0 || z != z ? mul(z, z) : 0.0f;

@@ -9,7 +9,7 @@
 // Grid: any number of CTAs; each walks rows, and copies the next ones while it works on one. A
 // warp copies, reads and writes the same blocks, so only the row's maximum needs a barrier.
 #include "activations.cuh"
-#include "half_search.cuh"
+#include "nearest.cuh"
 
 using namespace fp4;
 
@@ -145,8 +145,8 @@ FP4_D void store_nvfp4(const Out& o, float* v, u32 amax, u32 block_amax, float s
   b.scale = 0.0f;
   h.signs[0] = h.signs[1] = h.signs[2] = h.signs[3] = 0;
   if (amax < INFINITE) {
-    if (MODE == 0) plain_block(v, block_amax, s, outer, b);
-    if (MODE == 1) four_over_six_block(v, block_amax, s, outer, b);
+    if (MODE == 0) nearest_block(v, block_amax, s, outer, b);
+    if (MODE == 1) nearest_of_two_block(v, block_amax, s, outer, b);
     if (MODE == 2) exact_block(v, s, b);
     if (MODE == 5 && block_amax) {
       half_block(v, block_amax, s, tables.half, h);
@@ -399,7 +399,8 @@ FP4_D void long_row(const Rows& a, const Factors& f, i64 row, u32* memory, u32& 
   }
 }
 
-extern "C" __global__ void __launch_bounds__(512, CTAS) quantize_rows(Rows a) {
+extern "C" __global__ void __launch_bounds__(THREADS > 512 ? THREADS : 512, CTAS)
+    quantize_rows(Rows a) {
   __shared__ u32 memory[64];
   __shared__ Tables tables;
   fill(tables);

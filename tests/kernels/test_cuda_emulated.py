@@ -60,6 +60,8 @@ def test_sizes_of_values(exponent: int) -> None:
     x = (x.double() * 2.0**exponent).float()
     for text in ("nvfp4:row:fp8_exact", "mxfp8:row"):
         cases.check_rows(text, "e4m3", x)
+    for text in ("nvfp4:row", "nvfp4:row:four_over_six"):
+        cases.check_rows(text, "bf16", x)
 
 
 @pytest.mark.parametrize(("text", "form"), cases.DECODE)
