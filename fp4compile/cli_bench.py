@@ -31,6 +31,11 @@ def show(result: dict, out: Path | None) -> None:
     for row in result["rows"]:
         table.add_row(*(str(row.get(k, "")) for k in keys))
     Console(width=160).print(table)
+    write(result, out)
+
+
+def write(result: dict, out: Path | None) -> None:
+    """Write a result as JSON, if somewhere."""
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(result, indent=1) + "\n")
@@ -88,25 +93,26 @@ def decode(out: Out = None, width: int = 2048, layers: int = 12) -> None:
 @app.command()
 @one_line_errors
 def predict(
+    out: Out = None,
     widths: Annotated[str, typer.Option(help="widths d, comma separated")] = "2048,4096,8192",
-    tokens: Annotated[int, typer.Option(help="tokens a step")] = 32768,
+    tokens: Annotated[int, typer.Option(help="tokens a step of the MLP")] = 32768,
 ) -> None:
-    """One MLP's step by the cost model (`passes/cost.py`), no GPU needed: ms and x BF16."""
+    """One MLP's step and the article's whole step by the cost model, no GPU needed: ms, x BF16."""
     from rich.console import Console
     from rich.table import Table
 
-    from .passes import cost
+    from .bench.predicting import run
 
-    table = Table("machine", "rates", "d", "bf16 ms", "fp8-exact", "thinking-machines")
-    for machine in cost.MACHINES.values():
-        forward, backward = ("fp4", "fp8") if "fp4" in machine.rates else ("fp8", "bf16")
-        arms = (
-            cost.mlp_fp8_exact(forward),
-            cost.mlp_thinking_machines(forward if forward == "fp4" else "bf16", backward),
-        )
-        for d in (int(w) for w in widths.split(",")):
-            base = cost.predict(cost.mlp_bf16(), machine, tokens, d, 4 * d)
-            each = [cost.predict(arm, machine, tokens, d, 4 * d) for arm in arms]
-            cells = (f"{ms:.2f} ({ms / base:.2f} x)" for ms in each)
-            table.add_row(machine.name, machine.source, str(d), f"{base:.2f}", *cells)
-    Console(width=100).print(table)
+    result = run(tuple(int(w) for w in widths.split(",")), tokens)
+    table = Table("machine", "rates", "d", "what", "bf16 ms", "fp8-exact", "thinking-machines")
+    for row in result["rows"]:
+        for key, what in (("mlp_ms", "MLP"), ("step_ms", "step")):
+            base, *others = row[key].values()
+            cells = [f"{ms:.1f} ({ms / base:.2f} x)" for ms in others]
+            if key == "step_ms" and row["article"]:
+                cells[-1] += f"; article {1 / row['article']:.2f} x"
+            table.add_row(
+                row["machine"], row["rates"], str(row["d"]), what, f"{base:.1f}", *cells
+            )
+    Console(width=110).print(table)
+    write(result, out)

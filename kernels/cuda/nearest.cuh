@@ -41,8 +41,13 @@ FP4_D u32 encode_scale(float x) {
 // Nearest even E2M1 value of y, |y| < 7, negated; +0 for zeros of both signs. With a = 1.5, 3 or 6
 // in the binade of |y|, at least 1, a * 2^22 + y has E2M1's steps there: 1/2, 1 or 2.
 FP4_D float minus_nearest(float y) {
-  const float a = from_bits((bits(fmaxf(fabsf(y), UNIT)) & INFINITE) | 0x400000u);
-  return fma_exact(a, 0x1p22f, -fma_exact(a, 0x1p22f, y));
+  u32 a = bits(fmaxf(fabsf(y), UNIT));
+#ifdef FP4_EMULATE
+  a = (a & INFINITE) | 0x400000u;
+#else  // one instruction; the compiler makes two of two constants
+  asm("lop3.b32 %0, %0, %1, %2, 0xea;" : "+r"(a) : "n"(INFINITE), "r"(0x400000u));
+#endif
+  return fma_exact(from_bits(a), 0x1p22f, -fma_exact(from_bits(a), 0x1p22f, y));
 }
 
 // x * inverse, in [-6, 6] where nothing else keeps it below 7.

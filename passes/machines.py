@@ -1,0 +1,169 @@
+"""Machines that the cost model knows, and the engines that multiply two formats on each.
+
+Every rate says where it is from: "measured" (docs/results.md), "article" ("End-to-End 4-Bit
+Training", one B200: 12.6, 6.4 and 3.5 ms for 32,768 x 8192 -> 32,768 in BF16, FP8 and NVFP4),
+"datasheet" (dense, boost clocks: no GEMM reaches it) or "assumed".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fp4compile.kernels.errors import InputError
+from fp4compile.kernels.formats import BITS, BLOCK, TensorFormat
+
+TERA = 10.0**12
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Bytes or operations a second, and where the number is from."""
+
+    value: float
+    source: str
+
+
+def _rates(source: str, **tera: float) -> dict[str, Rate]:
+    return {name: Rate(value * TERA, source) for name, value in tera.items()}
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A GPU: copy bandwidth, GEMM rates, and ``engines`` in order of preference (`ENGINES`).
+
+    ``device``: words of which one is in the name that its driver gives. ``launch``: seconds from
+    one kernel's end to the next one's start.
+    """
+
+    name: str
+    device: tuple[str, ...]
+    engines: tuple[str, ...]
+    bandwidth: Rate
+    rates: dict[str, Rate]
+    launch: Rate = Rate(3e-6, "assumed")
+
+    @property
+    def sources(self) -> str:
+        """Where the rates are from, each word once."""
+        every = (self.bandwidth, *self.rates.values())
+        return ", ".join(dict.fromkeys(rate.source for rate in every))
+
+
+BLACKWELL = ("fp4", "mxfp8", "fp8", "bf16")
+MACHINES = {
+    machine.name: machine
+    for machine in (
+        Machine(
+            "H200", ("H200",), ("fp8_block", "fp8", "bf16"), Rate(4.28 * TERA, "measured"),
+            {**_rates("measured", bf16=710, fp8=1420), **_rates("datasheet", fp32=67)},
+        ),
+        Machine(
+            "B200", ("B200",), BLACKWELL, Rate(8.0 * TERA, "datasheet"),
+            {**_rates("article", bf16=1400, fp8=2750, fp4=5030), **_rates("datasheet", fp32=75)},
+        ),
+        Machine(
+            "GB300", ("GB300", "B300"), BLACKWELL, Rate(8.0 * TERA, "datasheet"),
+            _rates("datasheet", bf16=2500, fp8=5000, fp4=15000, fp32=75),
+        ),
+        Machine(
+            "RTX 5090", ("RTX 5090",), BLACKWELL, Rate(1.79 * TERA, "datasheet"),
+            _rates("datasheet", bf16=209, fp8=419, fp4=1676, fp32=105),
+        ),
+    )
+}  # fmt: skip
+
+
+def named(name: str) -> Machine:
+    """The machine of a name, in any case; `InputError` with the known ones."""
+    for machine in MACHINES.values():
+        if machine.name.lower() == name.strip().lower():
+            return machine
+    raise InputError(f"unknown machine {name!r} (known: {', '.join(MACHINES)})")
+
+
+def of_device(name: str) -> Machine | None:
+    """The machine by its driver's name of the GPU ("NVIDIA H200"); None where it is not known."""
+    found = (m for m in MACHINES.values() if any(word in name for word in m.device))
+    return next(found, None)
+
+
+# ---- engines ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A way to multiply two formats, as `kernels.engines` and `explain` call it.
+
+    ``rate``: of a machine. ``fits(left, right, turned)``: exact for the two formats; ``turned``:
+    the right one is saved codes, read along their other axis. ``beside(fmt)``: bytes an element
+    that quantizing writes beside the codes; ``operand(fmt)``: bytes an element that a GEMM reads.
+    """
+
+    rate: str
+    fits: Callable[[TensorFormat, TensorFormat, bool], bool]
+    beside: Callable[[TensorFormat], float]
+    operand: Callable[[TensorFormat], float]
+
+
+def stored(fmt: TensorFormat) -> float:
+    """Bytes an element of codes and block scales."""
+    return BITS[fmt.format] / 8 + scale_bytes(fmt)
+
+
+def scale_bytes(fmt: TensorFormat) -> float:
+    """Bytes an element of block scales: a byte each, or FP32 (format fp8)."""
+    return SCALE_BYTES.get(fmt.format, 1) / BLOCK[fmt.format]
+
+
+SCALE_BYTES = {"fp8": 4}
+
+
+def _e4m3(fmt: TensorFormat) -> bool:
+    return fmt.format == "mxfp8" or fmt.exact_in_fp8
+
+
+def _own(fmt: TensorFormat, scales: float) -> float:
+    """Beside the codes: scales again, as tensor cores read them, or E4M3 values of its own."""
+    return scales if fmt.format in ("mxfp8", "fp8") else 1.0
+
+
+ENGINES: dict[str, Engine] = {
+    "fp4": Engine(
+        "fp4",
+        lambda a, b, turned: a.format == b.format == "nvfp4" and (not turned or b.block == "tile"),
+        scale_bytes,
+        stored,
+    ),
+    "mxfp8": Engine(
+        "fp8",
+        lambda a, b, turned: _e4m3(a) and _e4m3(b),
+        lambda fmt: _own(fmt, 0.0 if fmt.block == "row" else scale_bytes(fmt)),
+        lambda fmt: 1.0 + (0.0 if fmt.exact_in_fp8 else scale_bytes(fmt)),
+    ),
+    "fp8": Engine(
+        "fp8",
+        lambda a, b, turned: a.exact_in_fp8 and b.exact_in_fp8,
+        lambda fmt: _own(fmt, 0.0),
+        lambda fmt: 1.0,
+    ),
+    "fp8_block": Engine(
+        "fp8",
+        lambda a, b, turned: a.format == b.format == "fp8",
+        lambda fmt: 0.0,
+        stored,
+    ),
+    "bf16": Engine(
+        "bf16",
+        lambda a, b, turned: "fp8" not in (a.format, b.format),
+        lambda fmt: 2.0,
+        lambda fmt: 2.0,
+    ),
+    "reference": Engine("fp32", lambda a, b, turned: True, lambda fmt: 4.0, lambda fmt: 4.0),
+}
+
+
+def choose(left: TensorFormat, right: TensorFormat, machine: Machine, turned: bool = False) -> str:
+    """The name of the engine that multiplies two formats on ``machine``."""
+    names = (*machine.engines, "reference")
+    return next(name for name in names if ENGINES[name].fits(left, right, turned))
