@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from . import dynamo, policy_files, ready, reuse, watching
+from . import dynamo, policy_files, predicting, ready, reuse, watching
 from .choice import Choice
-from .describing import Described, describe
+from .describing import Described, describe, machine_of
 from .kernels.errors import Fp4Error, PolicyError, PrecisionError
 from .notices import warn
 from .policy import Policy
@@ -139,10 +139,18 @@ def rewrite_frame(
                 f" rewritten: {each.row.reason}"
             )
     choice.finish()
+    _say_kept(choice)
     _report(choice, described)
     for root in choice.places.roots:
         dynamo.make_room(choice.places.frame, root)
     return choice, described
+
+
+def _say_kept(choice: Choice) -> None:
+    """One line about the layers that `auto` left as they are."""
+    kept = [asked.place.name if asked.place else asked.site.name for asked in choice.kept]
+    if kept:
+        warn(predicting.kept_message(choice.label, kept, len(choice.asked)), once=False)
 
 
 def _report(choice: Choice, described: list[Described]) -> None:
@@ -157,11 +165,12 @@ def _report(choice: Choice, described: list[Described]) -> None:
             reports.record(
                 model, choice.label_of(model), [each.row for each in mine],
                 [str(each.stamp) for each in mine], [each.shared for each in mine],
+                machine_of(choice),
             )
         )  # fmt: skip
     # A part of a stamped model may well be all original.
     part = described and all(each.part and not each.row.refused for each in described)
-    nothing = choice.complete and not part and not any(r.rewritten or r.noticed for r in found)
+    nothing = choice.complete and not part and not choice.kept and not any(r.rewritten or r.noticed for r in found)
     for warning in choice.own_warnings if nothing else choice.warnings:
         warn(warning)
     if nothing and found:

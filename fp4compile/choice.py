@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from . import dynamo, stamping, watching
+from . import dynamo, predicting, stamping, watching
 from .blocks import clean_name, find_blocks, is_linear, linears, unwrap
-from .passes.chains import find_chains
+from .passes.chains import Chain, find_chains
+from .passes.machines import Machine
 from .passes.names import source_name
 from .passes.nodes import is_tensor, op
 from .passes.sites import Site, find_sites
@@ -88,12 +89,16 @@ class Choice:
     """``choice(site, role) -> Decision`` for `passes.rewrite`; guards every stamp that it reads.
 
     ``explaining``: nothing is watched, and a graph is captured for every module it could serve.
+    ``machine``: the one that times are predicted for, default the present GPU.
     """
 
     def __init__(
-        self, gm: GraphModule, policy: Policy, explicit: bool, explaining: bool = False
-    ) -> None:
+        self, gm: GraphModule, policy: Policy, explicit: bool, explaining: bool = False,
+        machine: Machine | None = None,
+    ) -> None:  # fmt: skip
         self.policy, self.explicit, self.explaining = policy, explicit, explaining
+        self.machine, self._gm = machine, gm
+        self._chains: list[Chain] | None = None
         self.places = Places(gm)
         whole = dynamo.before_split(gm)
         self._whole_chains = chain_members(whole) if whole is not None else set()
@@ -106,19 +111,37 @@ class Choice:
 
         A chain that DDP cut is one still: its layers keep their precision, each by itself.
         """
-        place = self.places.of(site)
+        place, stamp = self._stamp_of(site)
         cut = role is None and self._cut(site)
         in_chain = cut or role is not None
-        if place is None:
-            stamp = self.policy.stamp_for(site.name)
-        else:
-            stamp = self._stamp(place)
+        if place is not None:
             dynamo.guard_stamp(place.owner, place.attribute)
             if self.explaining:
                 dynamo.guard_identity(place.owner)
         decision = stamp.decision(in_chain)
+        if decision.auto is not None:
+            decision = self._by_size(site, decision)
         self.asked.append(Asked(site, in_chain, cut, place, stamp, decision))
         return decision
+
+    def _stamp_of(self, site: Site) -> tuple[Place | None, Stamp]:
+        place = self.places.of(site)
+        return place, self._stamp(place) if place else self.policy.stamp_for(site.name)
+
+    def _by_size(self, site: Site, decision: Decision) -> Decision:
+        """What `auto` comes to: of a chain that is `auto` throughout as one, else of the layer."""
+        machine = predicting.machine_for(decision, predicting.device_of(site), self.machine)
+        if self._chains is None:
+            self._chains = find_chains(find_sites(self._gm))
+        chain = predicting.chain_of(self._chains, site)
+        if chain is not None:
+            all_of = [self._stamp_of(s)[1].decision(True) for s in chain.sites]
+            if all(d.auto == decision.auto for d in all_of):
+                schemes = [d.scheme for d in all_of]
+                times = predicting.chain_times(chain.sites, schemes, machine)
+                return predicting.resolved(decision, predicting.judge(times, machine))
+        times = [predicting.layer_times(site, decision.scheme, machine)]
+        return predicting.resolved(decision, predicting.judge(times, machine))
 
     def _cut(self, site: Site) -> bool:
         return site.source is not None and source_name(site.source) in self._whole_chains
@@ -192,6 +215,14 @@ class Choice:
         """The warnings but the recipe's about missing blocks."""
         advice = [line for model in self.models for line in self.policy.check_blocks(model)]
         return [line for line in self.warnings if line not in advice]
+
+    @property
+    def kept(self) -> list[Asked]:
+        """The layers that `auto` left in their original precision."""
+        return [
+            a for a in self.asked
+            if a.decision.scheme.original and a.stamp.decision(a.in_chain).auto is not None
+        ]  # fmt: skip
 
     @property
     def alone(self) -> bool:

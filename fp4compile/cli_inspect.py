@@ -46,6 +46,9 @@ def explain(
     policy: Annotated[
         str | None, typer.Option(help="a policy file or a recipe's name; default: fp8-exact")
     ] = None,
+    machine: Annotated[
+        str | None, typer.Option(help="predict times for it, such as B200; default: this GPU")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Say what the backend does to each linear of a model, and why not. Nothing is compiled."""
@@ -60,5 +63,5 @@ def explain(
     if not isinstance(net, nn.Module):
         raise Fp4Error(f"{model}: returned {type(net).__name__}; return (module, args)")
     args = args if isinstance(args, (tuple, list)) else (args,)
-    report = run(net, args, policy=policy or None)
+    report = run(net, args, policy=policy or None, machine=machine)
     typer.echo(json.dumps(report.as_dicts(), indent=1) if as_json else str(report))

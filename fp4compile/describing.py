@@ -9,14 +9,18 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from . import report
+from . import predicting, report
 from .blocks import weight_shape
 from .choice import Choice
 from .kernels.formats import GEMMS, Scheme
 from .kernels.layer import Layer, acc_dtype
 from .passes import rewrite
-from .passes.nodes import graph_modules, is_tensor, transposes, value
+from .passes.machines import Machine
+from .passes.nodes import graph_modules, transposes, value
 from .passes.sites import Site
+from .predicting import Times
+from .predicting import dtype_of as _dtype
+from .predicting import tokens as _tokens
 from .roots import Place
 from .saved import activation_bytes, format_bytes, weight_bytes
 from .stamp import Stamp
@@ -60,8 +64,11 @@ class Described:
 def describe(choice: Choice, rows: list[rewrite.Row], gm: GraphModule) -> list[Described]:
     """One row for each question that the passes asked, and for layers inside other operations."""
     sizes = _all_bytes(choice, rows, gm)
+    times = _all_times(choice, rows)
     described = []
-    for asked, row, (saved, original) in zip(choice.asked, rows, sizes, strict=True):
+    for asked, row, (saved, original), (now, before) in zip(
+        choice.asked, rows, sizes, times, strict=True
+    ):
         scheme = asked.decision.scheme
         reason = CUT if asked.cut and not row.reason else row.reason
         full = report.Row(
@@ -69,6 +76,7 @@ def describe(choice: Choice, rows: list[rewrite.Row], gm: GraphModule) -> list[D
             row.kind, row.shape, row.scheme, row.scheme_name, row.rule,
             _engine(asked.site, row, scheme), saved, original, row.status, reason, row.chain,
             refused=not scheme.original and row.status != "rewritten",
+            predicted_ms=now, original_ms=before,
         )  # fmt: skip
         described.append(Described(full, asked.place, asked.stamp))
     return described + [_inside(*reader) for reader in choice.other_readers(gm)]
@@ -84,11 +92,6 @@ def _inside(place: Place, stamp: Stamp, operation: str) -> Described:
         refused=not any(case.scheme.original for case in cases),
     )  # fmt: skip
     return Described(row, place, stamp)
-
-
-def _dtype(site: Site) -> torch.dtype:
-    """The dtype of a layer's output; its input's inside a larger operation."""
-    return value(site.out if is_tensor(site.out) else site.x).dtype
 
 
 def _engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
@@ -154,9 +157,31 @@ def _kept_as_results(gm: GraphModule) -> set[Node]:
     return {w.args[0] if transposes(w) else w for w in weights}
 
 
-def _tokens(site: Site) -> int:
-    return math.prod(_hint(d) for d in value(site.x).shape[: -site.axes[1]])
+def machine_of(choice: Choice) -> Machine | None:
+    """The machine that times are predicted for: the one asked for, else the present GPU."""
+    if choice.machine is not None or not choice.asked:
+        return choice.machine
+    return predicting.present(value(choice.asked[0].site.x).device)
 
 
-def _hint(d) -> int:
-    return d if isinstance(d, int) else int(d.node.hint or 1)
+def _all_times(choice: Choice, rows: list[rewrite.Row]) -> list[Times]:
+    """Predicted times of every row, a training graph's with its backward; 0 where no machine is."""
+    machine, forward = machine_of(choice), not torch.is_grad_enabled()
+    if machine is None:
+        return [(0.0, 0.0)] * len(rows)
+    found: list[Times] = []
+    for asked, row in zip(choice.asked, rows):
+        scheme = asked.decision.scheme
+        scheme = scheme if row.status == "rewritten" else Scheme()
+        found.append(predicting.layer_times(asked.site, scheme, machine, forward))
+    chains: dict[int, list[int]] = {}
+    for i, row in enumerate(rows):
+        if row.chain is not None:
+            chains.setdefault(row.chain, []).append(i)
+    for members in chains.values():
+        of = [choice.asked[i] for i in members]
+        schemes = [asked.decision.scheme for asked in of]
+        times = predicting.chain_times([asked.site for asked in of], schemes, machine, forward)
+        for i, pair in zip(members, times):
+            found[i] = pair
+    return found

@@ -17,8 +17,10 @@ from torch.fx import GraphModule
 from . import dynamo, stamping, watching
 from .blocks import clean_name, linears, unwrap, weight_shape
 from .choice import Choice
-from .describing import describe
+from .describing import describe, machine_of
 from .kernels.errors import Fp4Error
+from .passes import machines
+from .passes.machines import Machine
 from .policy import Policy
 from .report import Report, Row, reports
 
@@ -30,6 +32,7 @@ def explain(
     args: Sequence | Tensor = (),
     kwargs: Mapping[str, Any] | None = None,
     policy: Policy | str | Path | Mapping | None = None,
+    machine: str | None = None,
 ) -> Report:
     """One row for every linear of ``model``: scheme, rule, engine, saved bytes, status, reason.
 
@@ -40,16 +43,21 @@ def explain(
     ``args``: positional inputs; a tensor alone is the only one.
     ``policy``: a `Policy`, a file's path, a recipe's name or a dict; default: the model's stamps,
     else the recipe fp8-exact.
+    ``machine``: times are predicted for this one, such as "B200"; default: the present GPU. It also
+    stands for the present one where ``scheme: auto`` names none.
 
     Raises:
         Fp4Error: where there is neither an example input nor a compiled graph to report on, or
             ``model`` is no module.
+        InputError: for a machine that the cost model does not know.
     """
     if not isinstance(model, nn.Module):
         _no_module(model)
     args = (args,) if isinstance(args, Tensor) else args
-    inner = unwrap(model)
-    if not args and not kwargs and policy is None and _parts(inner):
+    inner, target = unwrap(model), machines.named(machine) if machine is not None else None
+    if target is not None and not args and not kwargs and not _takes_nothing(inner):
+        _no_inputs(inner, f"needs inputs to predict times on {target.name}")
+    if not args and not kwargs and policy is None and target is None and _parts(inner):
         return _recorded(inner)
     if not args and not kwargs and not _takes_nothing(inner):
         if policy is not None:
@@ -61,7 +69,8 @@ def explain(
     report = Report(resolved.name)
     with _as_before(inner), watching.unwatched(), _eager_runs(inner) as eager:
         reasons = dynamo.break_reasons()
-        _capture(inner, args, dict(kwargs or {}), report, resolved, policy is not None)
+        backend = _Collector(report, resolved, policy is not None, target)
+        _capture(inner, args, dict(kwargs or {}), backend)
         new = {r: n for r, n in dynamo.break_reasons().items() if n > reasons.get(r, 0)}
     _add_missing(report, inner, resolved, eager, next(iter(new), ""))
     return report
@@ -99,7 +108,7 @@ def _recorded(model: nn.Module) -> Report:
     if not parts:
         _no_inputs(model, "has no graph of its own under backend 'fp4' yet")
     found = [_recorded_whole(part) for part in parts.values()]
-    complete = Report(found[0].policy)
+    complete = Report(found[0].policy, machine=found[0].machine)
     for name, report in zip(parts, found):
         names = [".".join(filter(None, (clean_name(name), row.fqn))) for row in report]
         complete.add([replace(row, fqn=fqn) for row, fqn in zip(report, names)])
@@ -117,7 +126,7 @@ def _recorded_whole(model: nn.Module) -> Report:
     """The report of a model that was compiled by itself, without the layers in no graph."""
     report = reports.of(model)
     assert report is not None
-    complete = Report(report.policy, list(report.rows), report.graphs)
+    complete = Report(report.policy, list(report.rows), report.graphs, machine=report.machine)
     rows: dict[str, list[Row]] = {}
     numbers: dict[tuple, int] = {}  # chains by the part of the model that a graph served
     for module, (name, *_) in linears(model).items():
@@ -155,38 +164,41 @@ def _served(
     return [], model
 
 
-def _collector(report: Report, policy: Policy, explicit: bool, codes: dict) -> Callable:
+class _Collector:
     """A backend that rewrites a copy of each graph for the report and runs the graph as it was."""
-    from .kernels import ops  # noqa: F401 - defines torch.ops.fp4
-    from .passes.rewrite import rewrite
 
-    def backend(gm: GraphModule, inputs: list) -> Callable:
+    def __init__(
+        self, report: Report, policy: Policy, explicit: bool, machine: Machine | None
+    ) -> None:
+        self.report, self.policy, self.explicit, self.machine = report, policy, explicit, machine
+        self.codes: dict = {}  # functions and how many graphs they had
+
+    def __call__(self, gm: GraphModule, inputs: list) -> Callable:
+        from .kernels import ops  # noqa: F401 - defines torch.ops.fp4
+        from .passes.rewrite import rewrite
+
         original = copy.deepcopy(gm)
         try:
-            choice = Choice(gm, policy, explicit, explaining=True)
+            choice = Choice(gm, self.policy, self.explicit, True, self.machine)
             described = describe(choice, rewrite(gm, choice).rows, gm)
-            report.policy = choice.label
-            report.add([each.row for each in described], torch.is_grad_enabled())
+            self.report.policy = choice.label
+            self.report.name_machine(machine_of(choice))
+            self.report.add([each.row for each in described], torch.is_grad_enabled())
         except Fp4Error as error:
             raise dynamo.surface(error) from None
         if choice.places.frame is not None:
             code = choice.places.frame.code
-            codes.setdefault(code, dynamo.graph_count(code))
+            self.codes.setdefault(code, dynamo.graph_count(code))
         return original.forward
 
-    return backend
 
-
-def _capture(
-    model: nn.Module, args: Sequence, kwargs: dict, report: Report, policy: Policy, explicit: bool
-) -> None:
-    codes: dict = {}
-    compiled = torch.compile(model, backend=_collector(report, policy, explicit, codes))
+def _capture(model: nn.Module, args: Sequence, kwargs: dict, backend: _Collector) -> None:
+    compiled = torch.compile(model, backend=backend)
     config = torch._dynamo.config
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
     with config.patch(limits), torch.random.fork_rng():
         compiled(*args, **kwargs)
-    dynamo.forget_graphs(codes)
+    dynamo.forget_graphs(backend.codes)
 
 
 @contextmanager

@@ -20,12 +20,13 @@ import yaml
 from torch import nn
 
 from .blocks import Blocks, clean_name, find_blocks, linears, other_matrices
-from .kernels.errors import PolicyError
+from .kernels.errors import InputError, PolicyError
 from .kernels.formats import PREACTIVATION, Scheme
-from .policy_model import PolicyEntry, validate
+from .passes import machines
+from .policy_model import AUTO, PolicyEntry, validate
 from .policy_rules import Block, Named, Rule, rules_of
 from .policy_schemes import BUILT_IN, Phase, check_phase, phases_of, scheme_of
-from .policy_yaml import Source, read, read_text
+from .policy_yaml import KeyPath, Source, read, read_text
 from .stamp import Decision, Stamp
 from .words import hint, shown, unknown
 
@@ -79,6 +80,7 @@ class Policy:
     default_rule: tuple[str, str] = field(repr=False)
     schemes: Mapping[str, Scheme] = field(repr=False, compare=False)
     phases: tuple[Phase, ...] = field(repr=False)
+    machine: str = ""
 
     @staticmethod
     def load(path: str | Path) -> Policy:
@@ -182,14 +184,15 @@ class Policy:
 
     def _decision(self, name: str, rule: str, step: int | None) -> Decision:
         scheme, phase = self.schemes[name], self.phase(step)
+        auto = self.machine if name == AUTO else None
         name = "original" if scheme.original else name
         if phase is None or scheme.original:
-            return Decision(scheme, name, rule)
+            return Decision(scheme, name, rule, auto)
         changed = phase.apply(scheme, self.schemes)
         name = phase.whole or f"{name}, {phase}"
         name = "original" if changed.original else name
         reason = f"{rule}; from step {phase.from_step} ({phase.where}) {phase}"
-        return Decision(changed, name, reason)
+        return Decision(changed, name, reason, None if phase.whole or changed.original else auto)
 
     def phase(self, step: int | None) -> Phase | None:
         """The phase that ``step`` is in (None: the first step)."""
@@ -223,13 +226,16 @@ class Policy:
     def __str__(self) -> str:
         """Everything that decides a layer's bits, schemes spelled out; equal for equal policies."""
         lines = [f"strict {self.strict}, save_weight {self.save_weight}"]
-        lines += [f"{rule.selectors}: {self.schemes[rule.scheme]}" for rule in self.rules]
-        lines += [f"default: {self.schemes[self.default_rule[0]]}"]
+        lines += [f"{rule.selectors}: {self._spelled(rule.scheme)}" for rule in self.rules]
+        lines += [f"default: {self._spelled(self.default_rule[0])}"]
         for phase in self.phases:
             names = sorted({phase.whole, *phase.gemms.values()} - {None})  # type: ignore[type-var]
             texts = "; ".join(str(self.schemes[name]) for name in names)  # type: ignore[index]
             lines += [f"from step {phase.from_step}: {phase}: {texts}"]
         return "\n".join(lines)
+
+    def _spelled(self, name: str) -> str:
+        return f"auto({self.machine}) " * (name == AUTO) + str(self.schemes[name])
 
 
 def _named(names: list[str], blocks: Blocks | None) -> Named:
@@ -249,7 +255,9 @@ def _build(entry: PolicyEntry, source: Source) -> Policy:
             name: scheme if scheme.original else replace(scheme, preactivation=PREACTIVATION)
             for name, scheme in schemes.items()
         }
+    schemes[AUTO] = schemes["low"]
     _check_names(entry, source, schemes)
+    _check_auto(entry, source, schemes, recipe)
     rules += rules_of(base.layers or [], base_source, recipe, own=True)
     phases = phases_of(entry.phases or [], source, schemes, label)
     own_default = (base.default or "original", f"recipe {recipe}: default")
@@ -269,7 +277,29 @@ def _build(entry: PolicyEntry, source: Source) -> Policy:
         default_rule=default,
         schemes=schemes,
         phases=phases,
+        machine=_machine(entry, source),
     )
+
+
+def _machine(entry: PolicyEntry, source: Source) -> str:
+    """The name of the machine that `auto` is for, as the cost model spells it."""
+    if entry.machine is None:
+        return ""
+    try:
+        return machines.named(entry.machine).name
+    except InputError:
+        message = unknown("machine", entry.machine, machines.MACHINES)
+        raise source.error(("machine",), message) from None
+
+
+def _check_auto(
+    entry: PolicyEntry, source: Source, schemes: Mapping[str, Scheme], recipe: str
+) -> None:
+    """`auto` chooses between two schemes: `low` must be one."""
+    named = _named_schemes(entry)
+    for path, name in named:
+        if name == AUTO and schemes[AUTO].original:
+            raise source.error(path, f"auto: `low` of recipe {recipe} is original, nothing to choose")
 
 
 def _default(entry: PolicyEntry, source: Source, label: str) -> tuple[str, str] | None:
@@ -282,16 +312,21 @@ def _default(entry: PolicyEntry, source: Source, label: str) -> tuple[str, str] 
 def _schemes(entry: PolicyEntry, source: Source) -> dict[str, Scheme]:
     schemes = {}
     for name, scheme in (entry.schemes or {}).items():
-        if name in BUILT_IN:
+        if name in BUILT_IN or name == AUTO:
             raise source.error(("schemes", name), f"{name!r} is built in; choose another name")
         schemes[name] = scheme_of(scheme, source, ("schemes", name))
     return schemes
 
 
 def _check_names(entry: PolicyEntry, source: Source, schemes: Mapping[str, Scheme]) -> None:
-    named = [(("layers", i, "scheme"), rule.scheme) for i, rule in enumerate(entry.layers or [])]
-    if entry.default is not None:
-        named.append((("default",), entry.default))  # type: ignore[arg-type]
-    for path, name in named:
+    for path, name in _named_schemes(entry):
         if name not in schemes:
             raise source.error(path, unknown("scheme", name, schemes))
+
+
+def _named_schemes(entry: PolicyEntry) -> list[tuple[KeyPath, str]]:
+    """Where the file names a scheme."""
+    named: list[tuple[KeyPath, str]] = [
+        (("layers", i, "scheme"), rule.scheme) for i, rule in enumerate(entry.layers or [])
+    ]
+    return named + ([(("default",), entry.default)] if entry.default is not None else [])

@@ -31,6 +31,7 @@ from .words import hint, shown, unknown
 
 SCHEMA = Path(__file__).with_name("policy_schema.json")
 ORIGINAL = ("original", "bf16")
+AUTO = "auto"  # the recipe's `low` where that is faster, else the original precision
 
 
 class _Entry(BaseModel):
@@ -190,6 +191,9 @@ class PolicyEntry(_Entry):
     save_weight: Literal["codes", "remake"] = "codes"
     save_preactivation: Literal["original", "mxfp8"] = Field(
         "original", description="how a chain keeps what its activation's derivative needs"
+    )
+    machine: str | None = Field(
+        None, description="the GPU that `scheme: auto` chooses for; default: the present one"
     )
     layers: list[RuleEntry] | None = None
     default: str | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from .kernels.errors import FormatError
 from .kernels.formats import GEMMS, Gemm, Operand, Scheme, TensorFormat
-from .policy_model import ORIGINAL, OperandEntry, PhaseEntry, SchemeEntry
+from .policy_model import AUTO, ORIGINAL, OperandEntry, PhaseEntry, SchemeEntry
 from .policy_yaml import KeyPath, Source
 from .words import unknown
 
@@ -110,6 +110,8 @@ def phase_of(
     named = {key: getattr(entry, key) for key in (*GEMMS, "all", "scheme")}
     named = {key: name for key, name in named.items() if name is not None}
     for key, name in named.items():
+        if name == AUTO:
+            raise source.error((*path, key), "auto is for layers and default, not for phases")
         if name not in schemes:
             raise source.error((*path, key), unknown("scheme", name, schemes))
     whole = [key for key in ("all", "scheme") if key in named]

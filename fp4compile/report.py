@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 import torch
 from torch import nn
 
+from .passes.machines import Machine
 from .tables import Notes, paragraph, table, terminal_width
 
 
@@ -23,7 +24,8 @@ class Row:
     backward, by a fused chain's activation too; ``original_bytes`` the same where plain
     `torch.compile` runs the layer; ``status`` "rewritten", "left" or "not compiled"; ``reason``
     why; ``chain`` a number that the layers of one fused chain share; ``refused``: the policy names
-    the layer and the pass could not rewrite it.
+    the layer and the pass could not rewrite it; ``predicted_ms`` and ``original_ms``: by the cost
+    model, as it runs and in plain `torch.compile`, 0 where no machine is known.
     """
 
     fqn: str
@@ -39,9 +41,11 @@ class Row:
     reason: str
     chain: int | None = None
     refused: bool = False
+    predicted_ms: float = 0.0
+    original_ms: float = 0.0
 
 
-COLUMNS = ("layer", "shape", "scheme", "chain", "engine", "kept", "status", "why")
+COLUMNS = ("layer", "shape", "scheme", "chain", "engine", "kept", "ms", "status", "why")
 
 
 @dataclass
@@ -52,6 +56,7 @@ class Report:
     rows: list[Row] = field(default_factory=list)
     graphs: int = 0
     noticed: bool = False
+    machine: str = ""
 
     def __iter__(self) -> Iterator[Row]:
         return iter(self.rows)
@@ -80,6 +85,11 @@ class Report:
     def original_bytes(self) -> int:
         """What the same layers keep in plain `torch.compile`."""
         return sum(row.original_bytes for row in self.rewritten)
+
+    def name_machine(self, machine: Machine | None) -> None:
+        """What the predicted times are for, with the sources of its rates."""
+        if machine is not None:
+            self.machine = f"{machine.name} ({machine.sources})"
 
     def add(self, rows: list[Row], training: bool = True) -> None:
         """Add a graph's rows; a layer compiled again replaces its row.
@@ -143,6 +153,18 @@ class Report:
         saved, before = human(self.saved_bytes), human(self.original_bytes)
         return f"{line}; these layers keep {saved} for backward, {before} in high precision"
 
+    def prediction(self) -> str:
+        """One line: the predicted time of all layers; "" where no machine is known."""
+        now, before = (
+            sum(getattr(row, name) for row in self.rows) for name in ("predicted_ms", "original_ms")
+        )
+        if not (now and self.machine):
+            return ""
+        return (
+            f"predicted on {self.machine}: these GEMMs and what is around them take {now:.3g} ms,"
+            f" {before:.3g} in high precision ({now / before:.2f} x)"
+        )
+
     def __str__(self) -> str:
         return render(self, terminal_width())
 
@@ -156,12 +178,21 @@ def human(n: float) -> str:
     return f"{n:.0f} {units[i]}" if i == 0 or n >= 100 else f"{n:.1f} {units[i]}"
 
 
+def predicted(row: Row) -> str:
+    """The predicted milliseconds, and their ratio to the original's where that differs."""
+    if not row.predicted_ms:
+        return ""
+    ratio = row.predicted_ms / row.original_ms
+    text = f"{row.predicted_ms:.3g}"
+    return text if row.predicted_ms == row.original_ms else f"{text}, {ratio:.2f} x"
+
+
 def cells(row: Row, notes: Notes, engine: bool) -> tuple[str, ...]:
     """A row's texts in the order of `COLUMNS`; its rule and its reason become ``notes``."""
     return (
         row.fqn or "(the model)", row.shape, row.scheme_name,
         "" if row.chain is None else str(row.chain), row.engine if engine else "",
-        human(row.saved_bytes) if row.saved_bytes else "", row.status,
+        human(row.saved_bytes) if row.saved_bytes else "", predicted(row), row.status,
         notes.refer((row.rule, row.reason)),
     )  # fmt: skip
 
@@ -175,6 +206,8 @@ def render(report: Report, width: int) -> str:
     rows = [cells(row, notes, len(engines) > 1) for row in report.rows]
     lines = table(COLUMNS, rows, width, flexible=("layer", "scheme", "engine"))
     lines += ["", *paragraph("", report.summary(), width)]
+    if report.prediction():
+        lines += paragraph("", report.prediction(), width)
     if len(engines) == 1:
         lines.append(f"engine: {engines.pop()}")
     if report.rows:
@@ -218,6 +251,7 @@ class Reports:
         rows: list[Row],
         stamps: Sequence[str] = (),
         shared: Sequence[tuple | None] = (),
+        machine: Machine | None = None,
     ) -> Report:
         """Add a graph's rows to the report of ``root``; a new policy starts a new report.
 
@@ -228,6 +262,7 @@ class Reports:
             record = _Record(Report(policy))
             if root is not None:
                 self._by_root[root] = record
+        record.report.name_machine(machine)
         record.report.add(rows, torch.is_grad_enabled())
         rows = record.number_chains(rows)
         variants: dict[tuple[str, str], list[Row]] = {}

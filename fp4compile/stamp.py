@@ -7,16 +7,26 @@ from functools import cache
 
 from .kernels.formats import Scheme
 
-_STRICT, _CHAIN, _PLAIN = "strict ", "chain: ", " | "
+_STRICT, _CHAIN, _PLAIN, _AUTO = "strict ", "chain: ", " | ", "auto("
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A scheme, the name it has in the policy, and the rule that chose it, for a person to read."""
+    """A scheme, the name it has in the policy, and the rule that chose it, for a person to read.
+
+    ``auto``: the graph decides by the layer's size whether the scheme holds or the layer stays as
+    it is (`predicting`), for the machine of this name, "" for the present one; else None.
+    """
 
     scheme: Scheme
     scheme_name: str
     rule: str
+    auto: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The decision in a stamp."""
+        return str(self.scheme) if self.auto is None else f"{_AUTO}{self.auto}) {self.scheme}"
 
 
 @dataclass(frozen=True)
@@ -41,7 +51,7 @@ class Stamp:
         return self.chain.scheme.original and self.plain.scheme.original
 
     def __str__(self) -> str:
-        chain, plain = str(self.chain.scheme), str(self.plain.scheme)
+        chain, plain = self.chain.text, self.plain.text
         text = chain if chain == plain else f"{_CHAIN}{chain}{_PLAIN}{plain}"
         return _STRICT * self.strict + text
 
@@ -55,5 +65,8 @@ class Stamp:
 
 
 def _stamped(text: str) -> Decision:
+    auto = None
+    if text.startswith(_AUTO):
+        auto, _, text = text.removeprefix(_AUTO).partition(") ")
     scheme = Scheme.parse(text)
-    return Decision(scheme, "original" if scheme.original else "stamp", "stamp")
+    return Decision(scheme, "original" if scheme.original else "stamp", "stamp", auto)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -134,7 +135,7 @@ def stamp_of(module: nn.Module, attribute: str = STAMP) -> Stamp | None:
     if rules is None:
         return stamp
     chain, plain = (
-        type(d)(d.scheme, name, rule)
+        replace(d, scheme_name=name, rule=rule)
         for d, (name, rule) in zip((stamp.chain, stamp.plain), rules)
     )
     return Stamp(chain, plain, stamp.strict)

@@ -8,7 +8,7 @@ Training", one B200: 12.6, 6.4 and 3.5 ms for 32,768 x 8192 -> 32,768 in BF16, F
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fp4compile.kernels.errors import InputError
 from fp4compile.kernels.formats import BITS, BLOCK, TensorFormat
@@ -40,7 +40,7 @@ class Machine:
     device: tuple[str, ...]
     engines: tuple[str, ...]
     bandwidth: Rate
-    rates: dict[str, Rate]
+    rates: dict[str, Rate] = field(hash=False)
     launch: Rate = Rate(3e-6, "assumed")
 
     @property
