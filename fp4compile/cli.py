@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from . import cli_bisect, cli_calibrate, cli_inspect, cli_warmup
+from . import cli_bisect, cli_calibrate, cli_inspect, cli_verify, cli_warmup
 from .cli_bench import app as bench_app
 from .cli_policy import app as policy_app
 
@@ -20,3 +20,4 @@ app.command()(cli_inspect.explain)
 app.command()(cli_bisect.bisect)
 app.command()(cli_calibrate.calibrate)
 app.command()(cli_warmup.warmup)
+app.command()(cli_verify.verify)

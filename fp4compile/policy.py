@@ -296,10 +296,9 @@ def _check_auto(
     entry: PolicyEntry, source: Source, schemes: Mapping[str, Scheme], recipe: str
 ) -> None:
     """`auto` chooses between two schemes: `low` must be one."""
-    named = _named_schemes(entry)
-    for path, name in named:
+    for path, name in _named_schemes(entry):
         if name == AUTO and schemes[AUTO].original:
-            raise source.error(path, f"auto: `low` of recipe {recipe} is original, nothing to choose")
+            raise source.error(path, f"auto: `low` of recipe {recipe} is original: no choice")
 
 
 def _default(entry: PolicyEntry, source: Source, label: str) -> tuple[str, str] | None:

@@ -51,6 +51,7 @@ def cases(m: int, k: int) -> Iterator[Case]:
         lambda: fp4.act_quantize(x, row, col, None, "gelu_tanh", SEARCH, "bf16"),
         4 + stored(SEARCH),
     )
+    yield from activations(x, row, col)
     yield (
         "gradient both ways, row scales",
         lambda: fp4.quantize_grad(g, row, ROW, ROW, "e4m3", "e4m3", True, seed, 0),
@@ -65,6 +66,17 @@ def cases(m: int, k: int) -> Iterator[Case]:
         6,
     )
     yield from _decodes(x, seed)
+
+
+def activations(x: Tensor, row: Tensor, col: Tensor) -> Iterator[Case]:
+    """GELU and NVFP4 quantize in one kernel, codes and scales alone, as on FP4 tensor cores.
+
+    Of a GEMM's result with its factors, and of a tensor as it is.
+    """
+    for words, fmt in (("plain", PLAIN), ("four over six", SEARCH)):
+        for of, factors in (("", (row, col)), (", no factors", (None, None))):
+            call = partial(fp4.act_quantize, x, *factors, None, "gelu_tanh", fmt, "none")
+            yield f"gelu_tanh + quantize, {words}{of}", call, 2 + stored(fmt)
 
 
 def _decodes(x: Tensor, seed: Tensor) -> Iterator[Case]:
@@ -90,12 +102,25 @@ def run(m: int = 32768, widths: tuple[int, ...] = (4096, 16384)) -> dict:
     result = {"bench": "kernels", **header(), "rows": []}
     copy = result["ceilings"]["copy_tbs"]
     for k in widths:
-        for name, call, per_element in cases(m, k):
-            ms = median_ms(call)
-            gbs = per_element * m * k / ms / 1e6
-            result["rows"].append(
-                {"kernel": name, "m": m, "k": k, "ms": round(ms, 4), "gb_s": round(gbs),
-                 "percent_of_copy": round(gbs / copy / 10, 1)}
-            )  # fmt: skip
+        result["rows"] += [measure(case, m, k, copy) for case in cases(m, k)]
         torch.cuda.empty_cache()
+    result["rows"] += long_rows(m, copy)
     return result
+
+
+def measure(case: Case, m: int, k: int, copy: float) -> dict:
+    """One row of the table; ``copy``: the machine's bandwidth in TB/s."""
+    name, call, per_element = case
+    ms = median_ms(call)
+    gbs = per_element * m * k / ms / 1e6
+    return {
+        "kernel": name, "m": m, "k": k, "ms": round(ms, 4), "gb_s": round(gbs),
+        "percent_of_copy": round(gbs / copy / 10, 1),
+    }  # fmt: skip
+
+
+def long_rows(m: int, copy: float, k: int = 32768) -> list[dict]:
+    """`activations` at the article's size, a hidden tensor of 32,768 x 32,768."""
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    row, col = torch.rand(m, device="cuda") + 0.5, torch.ones(1, device="cuda")
+    return [measure(case, m, k, copy) for case in activations(x, row, col)]

@@ -34,6 +34,11 @@ def measure(build: Callable[[], Callable[[], object]]) -> dict:
 
 def mlp_step(d: int, tokens: int, arm: Arm) -> Callable[[], object]:
     """Forward and backward of an MLP with BF16 parameters on x [tokens, d]."""
+    return mlp_parts(d, tokens, arm)[1]
+
+
+def mlp_parts(d: int, tokens: int, arm: Arm) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The forward pass of `mlp_step` alone, and the whole step."""
     torch.manual_seed(0)
     model = MLP(d).to("cuda", torch.bfloat16)
     compiled = arm(model)
@@ -45,16 +50,19 @@ def mlp_step(d: int, tokens: int, arm: Arm) -> Callable[[], object]:
             p.grad = None
         compiled(x).backward(g)
 
-    return step
+    return lambda: compiled(x), step
 
 
-def gpt_step(arm: Arm, width: int, layers: int, context: int, tokens: int) -> Callable[[], object]:
+def gpt_step(
+    arm: Arm, width: int, layers: int, context: int, tokens: int, heads: int = 0,
+    vocabulary: int = 32768,
+) -> Callable[[], object]:  # fmt: skip
     """A whole step of a GPT with FP32 parameters under BF16 autocast, fused AdamW."""
     torch.manual_seed(0)
-    model: nn.Module = GPT(width, layers, width // 128, context, 32768).cuda()
+    model: nn.Module = GPT(width, layers, heads or width // 128, context, vocabulary).cuda()
     compiled = arm(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    batch = torch.randint(32768, (tokens // context, context + 1), device="cuda")
+    batch = torch.randint(vocabulary, (tokens // context, context + 1), device="cuda")
 
     def step() -> None:
         with torch.autocast("cuda", torch.bfloat16):
