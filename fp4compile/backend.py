@@ -170,7 +170,8 @@ def _report(choice: Choice, described: list[Described]) -> None:
         )  # fmt: skip
     # A part of a stamped model may well be all original.
     part = described and all(each.part and not each.row.refused for each in described)
-    nothing = choice.complete and not part and not choice.kept and not any(r.rewritten or r.noticed for r in found)
+    told = part or choice.kept or any(r.rewritten or r.noticed for r in found)
+    nothing = choice.complete and not told
     for warning in choice.own_warnings if nothing else choice.warnings:
         warn(warning)
     if nothing and found:

@@ -115,4 +115,8 @@ def predict(
                 row["machine"], row["rates"], str(row["d"]), what, f"{base:.1f}", *cells
             )
     Console(width=110).print(table)
+    for row in result["gelu_quantize_ms"]:
+        text = f"{row['machine']}: GELU + NVFP4 quantize of 32,768 x 32,768: {row['plain']:.2f} ms"
+        text += f", with four over six {row['four over six']:.2f}"
+        typer.echo(text + (f"; the article's {row['article']}" if row["article"] else ""))
     write(result, out)

@@ -28,7 +28,7 @@ def verify(
         str, typer.Option(help="gemms, quantize, mlp, steps, comma separated; default: all")
     ] = "",
 ) -> None:
-    """Check every kernel and engine of this machine against the reference, time the article's table.
+    """Check this machine's kernels and engines against the reference; time the article's table.
 
     Exit code 1 if a check fails. The report is written as it grows.
     """

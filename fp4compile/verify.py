@@ -7,6 +7,7 @@ import json
 import multiprocessing
 import os
 import platform
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from .kernels import cuda_loader, fallback
-from .kernels.errors import InputError
+from .kernels.errors import InputError, PrecisionWarning
 from .verify_checks import Check, Wrong, all_checks
 
 WORKERS = 14  # processes; a GPU's driver and PyTorch take 1 GiB each
@@ -156,8 +157,9 @@ def verify(
 ) -> Verification:  # fmt: skip
     """Check every device of this machine, then time its GPU; the report is saved as it grows.
 
-    ``quick``: no timings. ``only``: checks with this text in their group or name. ``tables``: which
-    timings, default all. ``progress(text)`` is called now and then. ``processes``: see `run_checks`.
+    ``quick``: no timings. ``only``: checks with this text in their group or name. ``tables``: of
+    timings, default all. ``progress(text)`` is called now and then. ``processes``: see
+    `run_checks`.
     """
     from . import verify_timings
 
@@ -192,8 +194,10 @@ def verify(
 
 def _timed(name: str, table: Callable[[], Iterator[dict]]) -> Iterator[dict]:
     try:
-        for each in table():
-            yield {"table": name, **each}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PrecisionWarning)
+            for each in table():
+                yield {"table": name, **each}
     except Exception as exc:  # noqa: BLE001 - one table that breaks leaves the others'
         text = " ".join(f"{type(exc).__name__}: {exc}".split())[:300]
         yield {"table": name, "what": name, "error": text}

@@ -77,11 +77,17 @@ def quantizers(tokens: int = TOKENS, hidden: int = HIDDEN) -> Iterator[dict]:
     """GELU alone and GELU with quantize, of [tokens, hidden]."""
     x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16)
     yield row("GELU", median_ms(lambda: F.gelu(x, approximate="tanh")), ARTICLE_KERNELS["GELU"])
+    here = machine()
     factors = torch.rand(tokens, device="cuda") + 0.5, torch.ones(1, device="cuda")
     for name, call, moved in kernels.activations(x, *factors):
         ms = median_ms(call)
         gbs = round(moved * x.numel() / ms / 1e6)
-        yield row(name, ms, ARTICLE_KERNELS.get(name), None, gb_s=gbs)
+        predicted = None
+        if here is not None and "no factors" not in name:
+            predicted = predicting.gelu_quantize(
+                here, predicting.SEARCH if "four over six" in name else None
+            )
+        yield row(name, ms, ARTICLE_KERNELS.get(name), predicted, gb_s=gbs)
 
 
 def mlp(tokens: int = TOKENS, width: int = WIDTH) -> Iterator[dict]:

@@ -32,22 +32,28 @@ def _rates(source: str, **tera: float) -> dict[str, Rate]:
 class Machine:
     """A GPU: copy bandwidth, GEMM rates, and ``engines`` in order of preference (`ENGINES`).
 
-    ``device``: words of which one is in the name that its driver gives. ``launch``: seconds from
-    one kernel's end to the next one's start.
+    ``device``: words of which one is in the name that its driver gives. ``issue``: instructions of
+    single threads a second. ``launch``: seconds that the smallest kernel takes in a CUDA graph.
     """
 
     name: str
     device: tuple[str, ...]
     engines: tuple[str, ...]
     bandwidth: Rate
+    issue: Rate
     rates: dict[str, Rate] = field(hash=False)
-    launch: Rate = Rate(3e-6, "assumed")
+    launch: Rate = Rate(1.6e-6, "assumed")
 
     @property
     def sources(self) -> str:
         """Where the rates are from, each word once."""
-        every = (self.bandwidth, *self.rates.values())
+        every = (self.bandwidth, self.issue, *self.rates.values())
         return ", ".join(dict.fromkeys(rate.source for rate in every))
+
+
+def _issue(multiprocessors: int, gigahertz: float) -> Rate:
+    """128 lanes a multiprocessor at its boost clock."""
+    return Rate(multiprocessors * 128 * gigahertz * 1e9, "datasheet")
 
 
 BLACKWELL = ("fp4", "mxfp8", "fp8", "bf16")
@@ -56,19 +62,21 @@ MACHINES = {
     for machine in (
         Machine(
             "H200", ("H200",), ("fp8_block", "fp8", "bf16"), Rate(4.28 * TERA, "measured"),
+            _issue(132, 1.98),
             {**_rates("measured", bf16=710, fp8=1420), **_rates("datasheet", fp32=67)},
+            Rate(1.6e-6, "measured"),
         ),
         Machine(
-            "B200", ("B200",), BLACKWELL, Rate(8.0 * TERA, "datasheet"),
+            "B200", ("B200",), BLACKWELL, Rate(8.0 * TERA, "datasheet"), _issue(148, 1.965),
             {**_rates("article", bf16=1400, fp8=2750, fp4=5030), **_rates("datasheet", fp32=75)},
         ),
         Machine(
             "GB300", ("GB300", "B300"), BLACKWELL, Rate(8.0 * TERA, "datasheet"),
-            _rates("datasheet", bf16=2500, fp8=5000, fp4=15000, fp32=75),
+            _issue(160, 1.92), _rates("datasheet", bf16=2500, fp8=5000, fp4=15000, fp32=75),
         ),
         Machine(
             "RTX 5090", ("RTX 5090",), BLACKWELL, Rate(1.79 * TERA, "datasheet"),
-            _rates("datasheet", bf16=209, fp8=419, fp4=1676, fp32=105),
+            _issue(170, 2.407), _rates("datasheet", bf16=209, fp8=419, fp4=1676, fp32=105),
         ),
     )
 }  # fmt: skip
