@@ -55,9 +55,11 @@ def _times(
     schemes: tuple[Scheme, ...], machine: Machine, sizes: tuple[int, ...], high: int, forward: bool
 ) -> tuple[float, ...]:
     """Milliseconds of each layer of a chain (m, k, n, out), or of one layer (m, k, n)."""
-    build = cost.linear if len(schemes) == 1 else cost.chain
-    first = schemes[0] if len(schemes) == 1 else schemes
-    steps = build(first, machine, *sizes, high=high)  # type: ignore[operator]
+    m, k, n, *out = sizes
+    if out:
+        steps = cost.chain(schemes, machine, m, k, n, out[0], high)
+    else:
+        steps = cost.linear(schemes[0], machine, m, k, n, high)
     found = [0.0] * len(schemes)
     for step in steps:
         if not (forward and step.backward):

@@ -119,7 +119,7 @@ def prepare(threads: int) -> None:
     """In a process of its own: uninitialized memory holds NaN from here on, nothing may read it."""
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def run_checks(

@@ -33,8 +33,8 @@ SEED, STREAM = -0x1234_5678_9ABC, 3
 DTYPES = (torch.bfloat16, torch.float32, torch.float16)
 
 
-# How far a GEMM's FP32 sums may be off, by the norm: FP32's own error; tensor cores add FP8 products
-# in fewer bits (H200: 1.3e-4 for MXFP8 operands, docs/results.md).
+# How far a GEMM's FP32 sums may be off, by the norm: FP32's own error; tensor cores add products of
+# FP8 operands in fewer bits (H200: 1.3e-4 for MXFP8, docs/results.md).
 ENGINE_BOUNDS = {"reference": 3e-5, "bf16": 3e-5}
 TENSOR_CORE_BOUND = 3e-4
 
@@ -233,14 +233,17 @@ def check_gradient(
                 raise Wrong(f"{case}, column sums: {off:.1e} of the sum of magnitudes off")
 
 
-def term(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+Term = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def term(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> Term:
     """An affine term with every factor."""
     generator = torch.Generator().manual_seed(rows + cols)
     acc = torch.randn(rows, cols, generator=generator).to(dtype)
     row = torch.rand(rows, generator=generator) + 0.5
     col = torch.rand(1, generator=generator) + 0.5
     bias = torch.randn(cols, generator=generator).bfloat16()
-    return tuple(t.to(device) for t in (acc, row, col, bias))
+    return acc.to(device), row.to(device), col.to(device), bias.to(device)
 
 
 def check_act_quantize(act: str, gated: bool, fmt: TensorFormat, device: torch.device) -> None:
@@ -272,17 +275,16 @@ def check_act_quantize(act: str, gated: bool, fmt: TensorFormat, device: torch.d
 def check_act_grad(act: str, gated: bool, device: torch.device) -> None:
     """The derivative within 1e-3; maxima are those of what was written, bit for bit."""
     for dtype in (torch.bfloat16, torch.float32):
-        g, z, up = (term(m, 272, dtype, device) for m in (130, 130, 130))
-        g = (g[0].flip(0).contiguous(), *g[1:3])
-        up = (up[0].flip(1).contiguous(), *up[1:])
-        cpu = [[t.cpu() for t in of] for of in (g, z, up)]
-        dh, row = affine(*cpu[0], None), ACTIVATIONS[act]
+        z = term(130, 272, dtype, device)
+        g = (z[0].flip(0).contiguous(), *z[1:3])
+        up = (z[0].flip(1).contiguous(), *z[1:])
+        pre, other = affine(*z).cpu(), affine(*up).cpu()
+        dh, row = affine(*g, None).cpu(), ACTIVATIONS[act]
         if gated:
-            want = [row.backward(dh * affine(*cpu[2]), affine(*cpu[1]))]
-            want.append(dh * row.forward(affine(*cpu[1])))
+            want = [row.backward(dh * other, pre), dh * row.forward(pre)]
             got = fp4.glu_grad(*g, *z, *up, act, None, None, True)
         else:
-            want = [row.backward(dh, affine(*cpu[1]))]
+            want = [row.backward(dh, pre)]
             got = fp4.act_grad(*g, *z, act, None, True)
         case = f"130 x 272 {_short(dtype)}"
         for i, exact in enumerate(want):
@@ -338,7 +340,7 @@ def check_layer(scheme: Scheme, device: torch.device) -> None:
         x, w, g = (
             torch.randn(*s, generator=generator).to(dtype) for s in ((m, k), (n, k), (m, n))
         )
-        found = []
+        found: list[tuple[Tensor, ...]] = []
         for where in (device, torch.device("cpu")):
             with reference_only(device) if found else nullcontext():
                 found.append(run_layer(scheme, *(t.to(where) for t in (x, w, g))))

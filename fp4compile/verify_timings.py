@@ -7,6 +7,7 @@ layer of width 8192, whole steps at three widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +70,7 @@ def gemms(tokens: int = TOKENS, width: int = WIDTH, hidden: int = HIDDEN) -> Ite
             continue
         seen.add(name)
         xq, wq = layer.quantize_activation(x), layer.quantize_weight(w)
-        ms = median_ms(lambda layer=layer, a=xq, b=wq: layer.fprop(x, a, w, b, None))
+        ms = median_ms(partial(layer.fprop, x, xq, w, wq, None))
         yield timed(f"engine {name}", ms, name)
 
 
@@ -117,12 +118,8 @@ def steps(widths: tuple[int, ...] = tuple(predicting.ARTICLE)) -> Iterator[dict]
     for width in widths:
         base: float | None = None
         for name, arm in arms().items():
-            found = measure(
-                lambda arm=arm, width=width: gpt_step(
-                    arm, width, sizes["layers"], sizes["context"], sizes["tokens"], 16,
-                    sizes["vocabulary"],
-                )
-            )  # fmt: skip
+            shape = (width, sizes["layers"], sizes["context"], sizes["tokens"], 16)
+            found = measure(partial(gpt_step, arm, *shape, sizes["vocabulary"]))
             ms = found.get("ms")
             base = ms if name == "bf16" else base
             predicted = None

@@ -164,7 +164,7 @@ def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a CTA may ask for beside the kernels' tables."""
     if device.type != "cuda":
         return 192 << 10
-    properties = torch.cuda.get_device_properties(device)
+    properties: Any = torch.cuda.get_device_properties(device)
     return int(properties.shared_memory_per_block_optin) - STATIC_SHARED
 
 

@@ -270,9 +270,8 @@ def chain(
     down = Costs(last, machine, m, n, out, high, len(before))
     steps = []
     for i, costs in enumerate(first):
-        shared = i > 0 and before[0].fprop and before[i].fprop and (
-            before[0].fprop[0] == before[i].fprop[0]
-        )  # fmt: skip
+        lead, other = before[0].fprop, before[i].fprop
+        shared = i > 0 and lead is not None and other is not None and lead[0] == other[0]
         steps += [] if shared else costs.quantize("x", 0, m, k)
         steps += [*costs.quantize("weight", 1, n, k), *costs.from_input(), costs.gemm("fprop")]
         if costs.scheme.preactivation:

@@ -15,8 +15,12 @@ ROOMS = {  # a room and the rooms that it may import
     "fp4compile.passes": ("fp4compile.passes", "fp4compile.kernels"),
     "fp4compile.kernels": ("fp4compile.kernels",),
 }
-# What the passes may know of the kernels: operator names and format descriptions.
-PASSES_MAY = {"fp4compile.kernels", "fp4compile.kernels.formats", "fp4compile.kernels.ops"}
+# What the passes may know of the kernels: operator names and format descriptions; for the cost
+# model, which formats have a kernel on GPUs.
+PASSES_MAY = {
+    "fp4compile.kernels", "fp4compile.kernels.formats", "fp4compile.kernels.ops",
+    "fp4compile.kernels.errors", "fp4compile.kernels.cuda_operands",
+}  # fmt: skip
 
 
 def files(room):

@@ -28,7 +28,7 @@ def test_examples_parse(text: str) -> None:
 
 
 def test_examples_are_all_there() -> None:
-    assert len(EXAMPLES) == 6
+    assert len(EXAMPLES) == 7
 
 
 def test_the_example_scheme_is_the_recipes() -> None:

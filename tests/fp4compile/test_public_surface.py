@@ -26,13 +26,13 @@ SIGNATURES = {
     ),
     "explain": (
         "(model: 'nn.Module', args: 'Sequence | Tensor' = (), kwargs: 'Mapping[str, Any] | None' = None,"
-        " policy: 'Policy | str | Path | Mapping | None' = None) -> 'Report'"
+        " policy: 'Policy | str | Path | Mapping | None' = None, machine: 'str | None' = None) -> 'Report'"
     ),
 }
 QUANTIZE = ["x", "format", "outer", "block", "block_scales", "scale_search", "rounding", "rotation", "seed", "stream"]
 ROW = [
     "fqn", "kind", "shape", "scheme", "scheme_name", "rule", "engine", "saved_bytes",
-    "original_bytes", "status", "reason", "chain", "refused",
+    "original_bytes", "status", "reason", "chain", "refused", "predicted_ms", "original_ms",
 ]  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_rows_and_reports():
     from fp4compile.report import COLUMNS, Row
 
     assert [f.name for f in dataclasses.fields(Row)] == ROW
-    assert COLUMNS == ("layer", "shape", "scheme", "chain", "engine", "kept", "status", "why")
+    assert COLUMNS == ("layer", "shape", "scheme", "chain", "engine", "kept", "ms", "status", "why")
     attributes = {"rows", "policy", "rewritten", "saved_bytes", "original_bytes", "graphs"}
     assert all(hasattr(fp4.Report(), name) for name in attributes)
 
@@ -120,7 +120,8 @@ def test_commands():
 
     wanted = {
         "doctor": ["as_json"],
-        "explain": ["model", "policy", "as_json"],
+        "explain": ["model", "policy", "machine", "as_json"],
+        "verify": ["out", "quick", "only", "timings"],
         "policy check": ["file", "model", "step"],
         "policy init": ["file", "recipe", "force"],
         "policy schema": [],
@@ -128,7 +129,7 @@ def test_commands():
     found = commands(app)
     assert wanted.items() <= found.items()
     groups = {name.split()[0] for name in set(found) - set(wanted)}
-    assert groups <= {"bench", "warmup", "bisect", "calibrate", "export", "verify"}
+    assert groups <= {"bench", "warmup", "bisect", "calibrate", "export"}
 
 
 def test_environment():

@@ -40,6 +40,11 @@ SAMPLE = (
         {"XD": 2, "MODE": 4, "OPERAND": 2, "ACT": 1, "GATED": 0, "TERM": 1, "UP": 0, "BLOCKS": 1,
          "WIDE": 0, "STAGES": 1, "CTAS": 2, "THREADS": 64, "FULL": 0},
     ),
+    (
+        "rows.cu",
+        {"XD": 1, "MODE": 0, "OPERAND": 0, "ACT": 2, "GATED": 0, "TERM": 3, "UP": 0, "BLOCKS": 4,
+         "WIDE": 1, "STAGES": 2, "CTAS": 1, "THREADS": 512, "FULL": 1},
+    ),
     ("tensors.cu", {"XD": 1, "OPERAND": 2}),
     (
         "gradient.cu",
@@ -128,6 +133,19 @@ def test_row_variants_are_those_of_the_launch(monkeypatch) -> None:
     cuda_kernels.quantize(x, TensorFormat.parse("nvfp4:row:fp8_exact:half"), "e4m3")
     known = {tuple(sorted(d.items())) for _, d in cuda_variants.variants()}
     assert asked and all(tuple(sorted(d)) in known for d in asked)
+
+
+def test_rows_in_flight_fit_into_shared_memory() -> None:
+    """Hopper holds 32,768 columns of BF16 twice; a smaller GPU once, or reads rows twice."""
+    for mode, same, block, most, want in (
+        (0, False, 32, 219 << 10, (512, 4, 2)), (0, False, 32, 91 << 10, (512, 4, 1)),
+        (0, False, 64, 219 << 10, (512, 4, 1)), (0, False, 64, 91 << 10, (512, 0, 1)),
+        (0, True, 32, 91 << 10, (512, 4, 1)),
+    ):  # fmt: skip
+        team, defines = cuda_kernels.row_team(32768, mode, same, block, most)
+        assert (team.threads, team.held, team.stages) == want
+        assert team.held * team.threads * team.stages * block <= most and team.ctas == 1
+        assert defines["FULL"] == int(team.held > 0)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

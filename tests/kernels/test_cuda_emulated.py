@@ -11,6 +11,7 @@ import kernel_cases as cases
 import pytest
 import torch
 from fp4compile.kernels import cuda_kernels, native_library
+from fp4compile.kernels.formats import TensorFormat
 
 pytestmark = pytest.mark.skipif(native_library.compiler() is None, reason="no C++ compiler")
 CPU = torch.device("cpu")
@@ -40,11 +41,11 @@ def test_rows_in_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_rows_longer_than_a_thread_holds(monkeypatch) -> None:
-    for held in (2, 0):
-        monkeypatch.setattr(
-            cuda_kernels, "_team", lambda *a, held=held: cuda_kernels.Team(32, held, 1, 2)
-        )
+    for held, stages in ((2, 2), (4, 1), (0, 2)):
+        team = cuda_kernels.Team(32, held, 1, stages)
+        monkeypatch.setattr(cuda_kernels, "_team", lambda *a, team=team: team)
         cases.check_rows("nvfp4:row:fp8_exact", "e4m3", cases.matrix(7, 1000, torch.bfloat16, CPU))
+        cases.check_activation("relu", False, torch.bfloat16, CPU, (7, 1024 if held else 1200))
     cases.check_rows("mxfp8:32", "bf16", cases.matrix(7, 1500, torch.bfloat16, CPU))
 
 
@@ -130,3 +131,17 @@ def test_activations(act: str) -> None:
     cases.check_activation(act, act == "silu", torch.float32, CPU)
     cases.check_act_grad(act, act == "silu", torch.float32, CPU)
     cases.check_act_grad(act, act == "relu", torch.bfloat16, CPU, (37, 45))
+
+
+@pytest.mark.parametrize("text", ["nvfp4:row", "nvfp4:row:four_over_six"])
+def test_blocks_of_every_scale(text: str) -> None:
+    """Scale bytes from 0 up, subnormal ones where values round past 6, ties of each."""
+    x = torch.arange(0, 0x7F80, 7, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    x = x[: x.numel() // 64 * 64].view(-1, 64)
+    x[::2] *= -1
+    cases.check_rows(text, "bf16", x)
+    steps = torch.randn(24, 1, 16, generator=torch.Generator().manual_seed(3))
+    wide = (steps * 2.0 ** (-0.25 * torch.arange(96.0)[:, None])).reshape(24, -1)
+    cases.check_rows(text, "bf16", wide)
+    scales = cases.wanted(wide, TensorFormat.parse(text), "none")[1]
+    assert set(range(9)) <= set(scales.flatten().tolist())
