@@ -19,7 +19,8 @@ import torch
 
 from .kernels import cuda_loader, fallback
 from .kernels.errors import InputError, PrecisionWarning
-from .verify_checks import Check, Wrong, all_checks
+from .verify_cases import Wrong
+from .verify_checks import Check, all_checks
 
 WORKERS = 14  # processes; a GPU's driver and PyTorch take 1 GiB each
 

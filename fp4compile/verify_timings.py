@@ -20,7 +20,7 @@ from .kernels.formats import Scheme
 from .kernels.layer import Layer
 from .passes import cost, machines
 from .passes.machines import Machine
-from .verify_checks import schemes
+from .verify_cases import schemes
 
 TOKENS, WIDTH, HIDDEN = 32768, 8192, 32768
 ARTICLE_GEMM = {"BF16": 12.6, "fp8": 6.4, "mxfp8": 6.4, "fp4": 3.5}  # ms by engine

@@ -227,27 +227,6 @@ FP4_D void plain_block(const float* x, u32 amax, float s, float outer, Block16& 
   finish_block(x, out);
 }
 
-FP4_D void four_over_six_block(const float* x, u32 amax, float s, float outer, Block16& out) {
-  const float base = block_base(amax, s);
-  const u32 byte[2] = {encode<E4M3>(base), encode<E4M3>(mul(base, 1.5f))};
-  float scale[2], err[2], t[16], q[16];
-FP4_UNROLL
-  for (int i = 0; i < 16; ++i) t[i] = mul(x[i], s);
-FP4_UNROLL
-  for (int c = 0; c < 2; ++c) {
-    scale[c] = decode<E4M3>(byte[c]);
-    float* magnitude = c ? q : out.q;
-    magnitudes<true>(x, byte[c] ? block_inverse(scale[c], outer) : 0.0f, magnitude);
-    err[c] = block_error(magnitude, t, scale[c]);
-  }
-  const bool four = err[1] < err[0];
-  out.byte = four ? byte[1] : byte[0];
-  out.scale = four ? scale[1] : scale[0];
-FP4_UNROLL
-  for (int i = 0; i < 16; ++i) out.q[i] = four ? q[i] : out.q[i];
-  finish_block(x, out);
-}
-
 // x is overwritten with x * s.
 FP4_D void exact_block(float* x, float s, Block16& out) {
 FP4_UNROLL

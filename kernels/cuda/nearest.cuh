@@ -1,7 +1,6 @@
-// E2M1 codes of a block rounded to nearest in few instructions an element, for plain NVFP4 and four
-// over six: the bits of `plain_block` and `four_over_six_block`. Values keep their signs throughout,
-// so that no instruction has to put them back, and are in units of UNIT, 2^-14, where the FP16 bits
-// of an E2M1 number are its sign and its code << 9.
+// A block rounded to nearest in few instructions an element: plain, as `plain_block`, and four over
+// six. Values keep their signs throughout, so that no instruction has to put them back, and are in
+// units of UNIT, 2^-14, where the FP16 bits of an E2M1 number are its sign and its code << 9.
 #pragma once
 #include "half_search.cuh"
 

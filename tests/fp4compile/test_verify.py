@@ -9,10 +9,11 @@ import torch
 from fp4compile.kernels import engines, native, native_operands
 from typer.testing import CliRunner
 
-from fp4compile import verify_checks
+from fp4compile import verify_cases
 from fp4compile.cli import app
 from fp4compile.verify import Verification, outcome, verify
-from fp4compile.verify_checks import Check, Wrong, all_checks, formats, schemes
+from fp4compile.verify_cases import Wrong, formats, schemes
+from fp4compile.verify_checks import Check, all_checks
 
 CPU = torch.device("cpu")
 needs_native = pytest.mark.skipif(not native.available()[0], reason=native.available()[1])
@@ -121,11 +122,11 @@ def test_a_check_that_breaks_is_an_error_and_leaves_the_others():
 
 def test_nan_and_signs_of_zero_count():
     nan = torch.tensor([float("nan"), 1.0])
-    verify_checks.same({"x": (nan, nan.clone())}, "case")
+    verify_cases.same({"x": (nan, nan.clone())}, "case")
     with pytest.raises(Wrong, match=r"case, x: 1 of 1 differ, first at \[0\]: got -0.0, want 0.0"):
-        verify_checks.same({"x": (torch.tensor([-0.0]), torch.tensor([0.0]))}, "case")
+        verify_cases.same({"x": (torch.tensor([-0.0]), torch.tensor([0.0]))}, "case")
     with pytest.raises(Wrong, match="off"):
-        verify_checks.near({"x": (nan, nan)}, 1.0, "case")
+        verify_cases.near({"x": (nan, nan)}, 1.0, "case")
 
 
 @needs_native

@@ -144,6 +144,8 @@ def test_engines_are_those_of_the_machine(monkeypatch, capability, name):
                 if getattr(scheme, gemm) is None:
                     continue
                 pair = costs.format(gemm, 0), costs.format(gemm, 1)
+                if "fp8" in [fmt.format for fmt in pair]:
+                    continue  # its engine needs a build of PyTorch for CUDA
                 chosen = engines.choose(*pair, torch.device("cuda"))
                 assert costs.engine(gemm) == chosen.name, (recipe, gemm)
 
