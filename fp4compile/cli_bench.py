@@ -70,7 +70,7 @@ def gpt(out: Out = None, width: int = 2048, layers: int = 12, tokens: int = 3276
 @app.command(name="compile")
 @one_line_errors
 def compile_(out: Out = None, width: int = 768, layers: int = 12) -> None:
-    """Seconds that the first step of a GPT takes with empty caches (default: GPT-2 small's size)."""
+    """Seconds of a GPT's first step with empty caches; by default of GPT-2 small's size."""
     from .bench.compiling import run
 
     show(run(width, layers), out)
