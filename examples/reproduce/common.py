@@ -1,4 +1,4 @@
-"""What the scripts of this folder share: a trained model's tensors, and results with their origin."""
+"""What the scripts of this folder share: a trained model's tensors, results with their origin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL = {"layers": 4, "width": 128, "context": 64, "batch": 16, "lr": 1.2e-3}
 def parser(description: str | None) -> argparse.ArgumentParser:
     """The options that every script has."""
     found = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
-    found.add_argument("--model", type=Path, help="weights that train.py saved; default: trains some")
+    found.add_argument("--model", type=Path, help="weights from train.py; default: trains some")
     found.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     found.add_argument("--out", type=Path, help="the JSON file to write")
     found.add_argument("--data", help="text (default: the standard library)")
@@ -100,8 +100,8 @@ def loss_of(model, text: Tensor, size: dict, draw: torch.Generator, device: str)
 def mlp_tensors(args: argparse.Namespace, block: int = -1) -> dict[str, Tensor]:
     """FP32 matrices of one MLP in a trained model, from one batch of held-out text.
 
-    ``w1`` [4d, d], ``w2`` [d, 4d]; ``x`` [M, d] into the MLP, ``h`` [M, 4d] after GELU; ``g`` [M, d]
-    and ``gz`` [M, 4d]: the gradients of the MLP's output and of the tensor before GELU.
+    ``w1`` [4d, d], ``w2`` [d, 4d]; ``x`` [M, d] into the MLP, ``h`` [M, 4d] after GELU; ``g``
+    [M, d] and ``gz`` [M, 4d]: gradients of the MLP's output and of the tensor before GELU.
     """
     model, size = trained(args)
     mlp, found = model.blocks[block].mlp, {}

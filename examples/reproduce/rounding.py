@@ -8,11 +8,11 @@ from __future__ import annotations
 import common
 import torch
 import torch.nn.functional as F
+from fp4compile.kernels import ops as _ops  # noqa: F401 - defines torch.ops.fp4
+from fp4compile.kernels.formats import Scheme
 from torch import Tensor
 
 import fp4compile as fp4
-from fp4compile.kernels import ops as _ops  # noqa: F401 - defines torch.ops.fp4
-from fp4compile.kernels.formats import Scheme
 
 DRAWS = (1, 4, 16, 64, 400)
 RECIPES = ("thinking-machines", "fp8-exact")
@@ -46,7 +46,7 @@ def schemes(recipe: str) -> tuple[str, str]:
 
 
 def exact_gradients(scheme: str, t: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Of the quantized forward pass as it is, in FP32: every operand decoded, none rounded again."""
+    """Of the quantized forward pass as it is, in FP32: operands decoded, none rounded again."""
     activation, weight = (op.format for op in Scheme.parse(scheme).fprop)
 
     def through(x: Tensor, fmt) -> Tensor:

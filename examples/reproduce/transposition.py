@@ -42,13 +42,11 @@ def main() -> None:
     args = common.parser(__doc__).parse_args()
     w = common.mlp_tensors(args)["w1"]
     copy = fp4.quantize(w, **TARGETS["NVFP4"]).dequantize()
-    mismatch = {
-        name: {
-            "nearest" if n == 0 else f"mean of {n}": common.error(requantized(copy, target, n), copy)
-            for n in (0, *DRAWS)
-        }
-        for name, target in TARGETS.items()
-    }
+    mismatch: dict[str, dict[str, float]] = {name: {} for name in TARGETS}
+    for name, target in TARGETS.items():
+        for n in (0, *DRAWS):
+            key = f"mean of {n}" if n else "nearest"
+            mismatch[name][key] = common.error(requantized(copy, target, n), copy)
     sizes = {
         name: float(requantized(copy, target, 1).abs().mean() / copy.abs().mean())
         for name, target in TARGETS.items()
