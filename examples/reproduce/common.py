@@ -57,7 +57,8 @@ def _cpuinfo() -> list[str]:
 
 def write(args: argparse.Namespace, result: dict) -> None:
     """Print a result; write it to ``--out`` with the machine."""
-    full = {**machine(args.device), "command": " ".join(["python", *map(str, sys.argv)]), **result}
+    command = " ".join(["python", *map(str, sys.argv)])
+    full = {**machine(args.device), "command": command, "model": args.size, **result}
     text = json.dumps(full, indent=1)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +105,7 @@ def mlp_tensors(args: argparse.Namespace, block: int = -1) -> dict[str, Tensor]:
     [M, d] and ``gz`` [M, 4d]: gradients of the MLP's output and of the tensor before GELU.
     """
     model, size = trained(args)
+    args.size = size
     mlp, found = model.blocks[block].mlp, {}
 
     def keep(name: str, tensor: Tensor) -> None:
