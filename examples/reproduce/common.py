@@ -58,7 +58,8 @@ def _cpuinfo() -> list[str]:
 def write(args: argparse.Namespace, result: dict) -> None:
     """Print a result; write it to ``--out`` with the machine."""
     command = " ".join(["python", *map(str, sys.argv)])
-    full = {**machine(args.device), "command": command, "model": args.size, **result}
+    model = {"model": args.size} if "size" in args else {}
+    full = {**machine(args.device), "command": command, **model, **result}
     text = json.dumps(full, indent=1)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
