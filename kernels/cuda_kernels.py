@@ -282,7 +282,7 @@ def _quantize_tiles(x: Tensor, amax: Tensor | None, form: str):
 
 
 def _source(fmt: TensorFormat) -> int:
-    return 0 if fmt.format == "nvfp4" else 2 if fmt.block == "row" else 1
+    return {"nvfp4": 0, "mxfp4": 3}.get(fmt.format, 2 if fmt.block == "row" else 1)
 
 
 def _saved(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int) -> dict:
@@ -308,7 +308,7 @@ def decode(
 ) -> Tensor:
     """The operand of saved codes, exactly: [R, Cp], or [cols, R padded to the block with zeros].
 
-    ``form`` "e4m3" needs a format that is exact in it. NVFP4 and MXFP8.
+    ``form`` "e4m3" needs a format that is exact in it. NVFP4, MXFP4 and MXFP8.
     """
     codes, scales = codes.contiguous(), scales.contiguous()
     fields = _saved(codes, scales, fmt, cols)

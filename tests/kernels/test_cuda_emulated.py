@@ -10,7 +10,7 @@ import emulated
 import kernel_cases as cases
 import pytest
 import torch
-from fp4compile.kernels import cuda_kernels, native_library
+from fp4compile.kernels import cuda_fourbit, cuda_kernels, native_library
 
 pytestmark = pytest.mark.skipif(native_library.compiler() is None, reason="no C++ compiler")
 CPU = torch.device("cpu")
@@ -31,6 +31,48 @@ def test_rows(text: str, form: str, order) -> None:
     for rows, cols in cases.SHAPES:
         for nonfinite in (False, True):
             cases.check_rows(text, form, cases.matrix(rows, cols, torch.bfloat16, CPU, nonfinite))
+
+
+@pytest.mark.parametrize("text", cases.FOUR_BIT)
+def test_four_bit_rows(text: str, order) -> None:
+    for rows, cols in cases.SHAPES:
+        for nonfinite in (False, True):
+            cases.check_four_bit(text, cases.matrix(rows, cols, torch.bfloat16, CPU, nonfinite))
+    for dtype in (torch.float32, torch.float16):
+        cases.check_four_bit(text, cases.matrix(37, 80, dtype, CPU, text == "mxfp4"))
+    wide = cases.matrix(37, 144, torch.bfloat16, CPU)
+    for view in (wide[:, 1:], wide.t(), wide[:1].expand(40, 144), wide[:, :-3]):
+        cases.check_four_bit(text, view)
+
+
+@pytest.mark.parametrize("text", cases.TRANSPOSED)
+def test_transposed(text: str, order) -> None:
+    for rows, cols in cases.SHAPES:
+        for nonfinite in (False, True):
+            cases.check_transposed(text, cases.matrix(rows, cols, torch.bfloat16, CPU, nonfinite))
+    for dtype in (torch.float32, torch.float16):
+        cases.check_transposed(text, cases.matrix(37, 81, dtype, CPU), "bf16")
+
+
+@pytest.mark.parametrize(("dgrad", "wgrad"), cases.FOUR_BIT_GRADIENTS)
+def test_four_bit_gradient(dgrad: str | None, wgrad: str | None, order) -> None:
+    for rows, cols in cases.SHAPES:
+        g = cases.matrix(rows, cols, torch.bfloat16, CPU, rows == 70)
+        cases.check_four_bit_gradient(dgrad, wgrad, g, None, True)
+    g = cases.matrix(37, 45, torch.float32, CPU)
+    cases.check_four_bit_gradient(dgrad, wgrad, g, cases.matrix(37, 1, torch.float32, CPU)[:, 0])
+
+
+@pytest.mark.parametrize("exponent", [-148, -126, -104, -98, 100, 120])
+def test_sizes_of_four_bit_values(exponent: int) -> None:
+    """Scales that FP32 cannot undo in one factor, and block maxima that lose bits over 6."""
+    x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    x = (x.double() * 2.0**exponent).float()
+    for text in cases.FOUR_BIT:
+        cases.check_four_bit(text, x)
+        cases.check_transposed(text, x)
+    for pair in cases.FOUR_BIT_GRADIENTS[:4]:
+        cases.check_four_bit_gradient(*pair, x, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -96,9 +138,13 @@ def test_large_tensors_and_other_shapes_of_a_cta(monkeypatch) -> None:
     """64-bit groups of random bits; warps of a CTA side by side."""
     for name, value in (("BIG", 0), ("GRADIENT_ACROSS", 8), ("TRANSPOSE_ACROSS", 4)):
         monkeypatch.setattr(cuda_kernels, name, value)
+    for name, value in (("BIG", 0), ("COLUMNS_ACROSS", 4)):
+        monkeypatch.setattr(cuda_fourbit, name, value)
     g = cases.matrix(130, 272, torch.bfloat16, CPU)
     cases.check_gradient(*cases.GRADIENTS[0], g, None, True)
     cases.check_requantize(*cases.REQUANTIZE[0], g)
+    for pair in cases.FOUR_BIT_GRADIENTS[:3]:
+        cases.check_four_bit_gradient(*pair, g, None)
     cases.check_decode(*cases.DECODE[0], g)
 
 
@@ -127,4 +173,6 @@ def test_half_unit() -> None:
 def test_activations(act: str) -> None:
     cases.check_activation(act, act == "silu", torch.float32, CPU)
     cases.check_act_grad(act, act == "silu", torch.float32, CPU)
+    for text in cases.FOUR_BIT:
+        cases.check_four_bit_activation(text, act, act == "silu", torch.float32, CPU, (9, 80))
     cases.check_act_grad(act, act == "relu", torch.bfloat16, CPU, (37, 45))
