@@ -72,6 +72,11 @@ def _numerics(fmt: TensorFormat) -> dict[str, int]:
     return {"MX": int(fmt.format == "mxfp4"), "SR": int(fmt.stochastic)}
 
 
+def threads_across(padded: int) -> int:
+    """Threads of a CTA of blocks.cu side by side over columns: a power of two."""
+    return min(256, 1 << (padded // 8 - 1).bit_length())
+
+
 # ---- along rows -----------------------------------------------------------------------------
 
 
@@ -118,7 +123,7 @@ def _rows(
         term, other, rows, cols, padded, wide, _pointer(amax), _pointer(codes), _pointer(scales),
         _pointer(factor), _pointer(operand), _pointer(seed), stream,
     )  # fmt: skip
-    across = min(256, 1 << (padded // 8 - 1).bit_length())
+    across = threads_across(padded)
     defines = {
         "XD": dtype, **_numerics(fmt), "CODES": int(with_codes), "OPERAND": FORMS[form],
         "ACT": ACTS[act], "GATED": int(up is not None), "TERM": _parts(x),

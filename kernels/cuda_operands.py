@@ -146,4 +146,3 @@ def act_grad(
 ) -> tuple[Tensor, ...]:
     """See `primitives.act_grad_` and `primitives.glu_grad_`; ``out`` may be g's accumulator."""
     return cuda_kernels.act_grad(g, z, up, act, folds, amax, out)
-

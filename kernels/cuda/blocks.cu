@@ -23,7 +23,7 @@ struct Blocks {
 
 constexpr bool SAME = !ACT && !GATED && !TERM;  // the tensor itself is quantized
 constexpr u32 THREADS = 256, DOWN = THREADS / ACROSS;
-constexpr u32 AHEAD = XD == F32 || GATED ? 2 : 4;  // rows of a thread that are read ahead
+constexpr u32 AHEAD = (XD == F32 ? 2 : 4) / (1 + GATED);  // rows of a thread that are read ahead
 
 struct Raw {
   Raw8<XD> x;
@@ -114,7 +114,7 @@ FP4_UNROLL
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) term_amax(Blocks a) {
+extern "C" __global__ void __launch_bounds__(256, GATED ? 3 : 4) term_amax(Blocks a) {
   __shared__ u32 memory[64];
   u32 phase = 0, m = 0;
   const Place8 p = place8(a);
@@ -123,7 +123,7 @@ extern "C" __global__ void __launch_bounds__(256, 4) term_amax(Blocks a) {
   if (threadIdx.x == 0) atomicMax(a.amax, m);
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) quantize_blocks(Blocks a) {
+extern "C" __global__ void __launch_bounds__(256, GATED ? 3 : 4) quantize_blocks(Blocks a) {
   __shared__ uint2 table[SCALES];
   const Whole t = whole_of(MX ? 0u : *a.amax, table);
   const Place8 p = place8(a);
