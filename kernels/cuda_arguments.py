@@ -20,7 +20,7 @@ Rows = _struct(
     "amax", "codes", "scales", "outer", "operand", x=Term, up=Term,
 )  # fmt: skip
 Blocks = _struct(
-    "Blocks", "x", "up", "#rows", "#cols", "#padded", "#wide",
+    "Blocks", "x", "up", "#rows", "#cols", "#padded", "#wide", "#shift",
     "amax", "codes", "scales", "outer", "operand", "seed", "#stream", x=Term, up=Term,
 )  # fmt: skip
 Columns = _struct(

@@ -72,11 +72,6 @@ def _numerics(fmt: TensorFormat) -> dict[str, int]:
     return {"MX": int(fmt.format == "mxfp4"), "SR": int(fmt.stochastic)}
 
 
-def threads_across(padded: int) -> int:
-    """Threads of a CTA of blocks.cu side by side over columns: a power of two."""
-    return min(256, 1 << (padded // 8 - 1).bit_length())
-
-
 # ---- along rows -----------------------------------------------------------------------------
 
 
@@ -119,23 +114,23 @@ def _rows(
     same = act is None and up is None and not _parts(x)
     mx = fmt.format == "mxfp4"
     amax = None if mx else _tensor_amax(x[0]) if same else x[0].new_zeros(1, dtype=torch.int32)
+    shift = min(8, (padded // 8 - 1).bit_length())  # 2^shift threads of a CTA side by side
     arguments = Blocks(
-        term, other, rows, cols, padded, wide, _pointer(amax), _pointer(codes), _pointer(scales),
-        _pointer(factor), _pointer(operand), _pointer(seed), stream,
+        term, other, rows, cols, padded, wide, shift, _pointer(amax), _pointer(codes),
+        _pointer(scales), _pointer(factor), _pointer(operand), _pointer(seed), stream,
     )  # fmt: skip
-    across = threads_across(padded)
     defines = {
         "XD": dtype, **_numerics(fmt), "CODES": int(with_codes), "OPERAND": FORMS[form],
         "ACT": ACTS[act], "GATED": int(up is not None), "TERM": _parts(x),
         "UP": 0 if up is None else _parts(up), "WIDE": int(wide and cols == padded),
-        "BIG": int(rows * padded >= BIG), "ACROSS": across,
+        "BIG": int(rows * padded >= BIG),
     }  # fmt: skip
     device = x[0].device
     for kernel in ("quantize_blocks",) if mx or same else ("term_amax", "quantize_blocks"):
         resident = _resident("blocks.cu", kernel, defines, 256, device)
-        across_grid = _ceil(padded, 8 * across)
-        down = min(_ceil(rows, 256 // across), max(1, resident // across_grid))
-        _launch("blocks.cu", kernel, defines, arguments, (across_grid, down), 256, device)
+        across = _ceil(padded, 8 << shift)
+        grid = (across, min(_ceil(rows, 256 >> shift), max(1, resident // across)))
+        _launch("blocks.cu", kernel, defines, arguments, grid, 256, device)
     return codes, scales, factor, operand
 
 

@@ -41,8 +41,8 @@ def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int
     ]
     blocks = [
         {"XD": 1, "MX": mx, "SR": sr, "CODES": 1 - sr, "OPERAND": 2, "ACT": 0, "GATED": 0,
-         "TERM": 0, "UP": 0, "WIDE": 1, "BIG": 0, "ACROSS": cuda_fourbit.threads_across(width)}
-        for mx in (0, 1) for sr in (0, 1) for width in widths
+         "TERM": 0, "UP": 0, "WIDE": 1, "BIG": 0}
+        for mx in (0, 1) for sr in (0, 1)
     ]  # fmt: skip
     columns = [
         {"XD": 1, "MX": mx, "SR": sr, "ROT": rotation, "FORM": 2 * sr, "FOLD": 0, "SUMS": sums,

@@ -3,8 +3,8 @@
 //   XD dtype (Dtype) · MX, SR see fourbit.cuh · CODES 0/1 · OPERAND (Form), NONE or BF16_FORM
 //   ACT (Act) · GATED 0/1 · TERM, UP parts of the terms (TermParts)
 //   WIDE 1: rows are whole blocks on 16-byte boundaries · BIG 1: 2^32 groups of random bits or more
-//   ACROSS threads of a CTA side by side over columns, eight each; a power of two, at least a block's
-// Grid: (columns / ACROSS / 8, any number): threads keep their columns and walk rows.
+// Grid: 2^shift threads of a CTA side by side, eight columns each, and as many CTAs as the columns need;
+// any number over rows. Threads keep their columns and walk rows.
 #include "activations.cuh"
 #include "fourbit.cuh"
 
@@ -12,7 +12,7 @@ using namespace fp4;
 
 struct Blocks {
   Term x, up;
-  i64 rows, cols, padded, wide;
+  i64 rows, cols, padded, wide, shift;
   u32* amax;  // of the tensor; MXFP4 has none
   u8 *codes, *scales;
   float* outer;
@@ -22,7 +22,7 @@ struct Blocks {
 };
 
 constexpr bool SAME = !ACT && !GATED && !TERM;  // the tensor itself is quantized
-constexpr u32 THREADS = 256, DOWN = THREADS / ACROSS;
+constexpr u32 THREADS = 256;
 constexpr u32 AHEAD = (XD == F32 ? 2 : 4) / (1 + GATED);  // rows of a thread that are read ahead
 
 struct Raw {
@@ -42,8 +42,9 @@ struct Place8 {
 
 FP4_D Place8 place8(const Blocks& a) {
   Place8 p;
-  p.column = ((i64)blockIdx.x * ACROSS + threadIdx.x % ACROSS) * 8;
-  p.row = blockIdx.y * DOWN + threadIdx.x / ACROSS;
+  const u32 shift = (u32)a.shift, across = 1u << shift;
+  p.column = (((i64)blockIdx.x << shift) + (threadIdx.x & (across - 1))) * 8;
+  p.row = blockIdx.y * (THREADS >> shift) + (threadIdx.x >> shift);
   p.inside = p.column < a.padded;
   p.x_col = TERM & ONE_COL ? a.x.col[0] : 1.0f;
   p.up_col = GATED && (UP & ONE_COL) ? a.up.col[0] : 1.0f;
@@ -97,11 +98,11 @@ FP4_UNROLL
 // `work(row, raw, v)` for every row of the thread; all lanes of a warp come to each.
 template <class Work>
 FP4_D void walk(const Blocks& a, const Place8& p, const Work& work) {
-  const i64 step = (i64)gridDim.y * DOWN;
+  const i64 down = THREADS >> a.shift, step = gridDim.y * down;
   Raw raw[AHEAD];
 FP4_UNROLL
   for (u32 k = 0; k < AHEAD; ++k) fetch(a, p, p.row + k * step, raw[k]);
-  for (i64 first = blockIdx.y * DOWN, row = p.row; first < a.rows;
+  for (i64 first = blockIdx.y * down, row = p.row; first < a.rows;
        first += AHEAD * step, row += AHEAD * step)
 FP4_UNROLL
     for (u32 k = 0; k < AHEAD; ++k) {
@@ -146,7 +147,7 @@ extern "C" __global__ void __launch_bounds__(256, GATED ? 3 : 4) quantize_blocks
     philox<1>(key, &group, &words);
 #endif
     const uint4 value =
-        stochastic_values(v, t, b, [&](int i) { return rounding_bits(words, (u32)i); });
+        stochastic_values(v, b, [&](int i) { return rounding_bits(words, (u32)i); });
 #else
     float q[8];
     nearest8(v, b, q);

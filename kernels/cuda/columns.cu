@@ -253,7 +253,7 @@ FP4_UNROLL
           if (ROT) return rounding_bits(by_column[r / 8], (u32)i);
           return select_bytes(by_row[ROT ? 0 : r + i], 0x80u, j ? 0x5324u : 0x5104u);
         };
-        const uint4 value = stochastic_values(x, t, b, rounding);
+        const uint4 value = stochastic_values(x, b, rounding);
 #else
         float q[8];
         nearest8(x, b, q);

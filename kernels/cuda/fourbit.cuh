@@ -6,22 +6,21 @@
 namespace fp4 {
 
 constexpr u32 LENGTH = MX ? 32 : 16;
-constexpr u32 TINY = 0x0d800000u;  // 2^-100: from there on a stochastic y exceeds 6 by 32 units at most
 
 // What a tensor's maximum (FP32 bits) fixes: S and what is stored of it.
 struct Whole {
   float up, outer;
-  bool finite, tiny;
+  bool finite;
 };
 
 // For each scale byte what elements are multiplied with, and the scale as a BF16 pair.
 constexpr u32 SCALES = MX ? 1 : 128;
 
 FP4_D Whole whole_of(u32 amax, uint2* table) {
-  Whole t = {1.0f, 1.0f, true, false};
+  Whole t = {1.0f, 1.0f, true};
   if (MX) return t;
   t.up = outer_inverse(amax, BOUND_PLAIN), t.outer = outer_scale(amax, t.up);
-  t.finite = amax < INFINITE, t.tiny = amax < TINY;
+  t.finite = amax < INFINITE;
   for (u32 i = threadIdx.x; i < SCALES; i += blockDim.x) {
     const float scale = decode<E4M3>(i);
     table[i] = make_uint2(i ? bits(block_inverse(scale, t.outer)) : 0u, pack_bf16(scale, scale));
@@ -33,7 +32,7 @@ FP4_D Whole whole_of(u32 amax, uint2* table) {
 // b / 6, rounded once: the remainder of the quotient is exact where it is no subnormal number.
 FP4_D float sixth(u32 b) {
   const float x = from_bits(b);
-  if (b < TINY) {
+  if (b < 0x0d800000u) {  // 2^-100
     rarely();
     return div(x, 6.0f);
   }
@@ -101,22 +100,16 @@ FP4_UNROLL
 }
 
 // Stochastic: times 2^-126, E2M1's subnormal is FP32's, and a code with its sign is what FP32 has
-// above 22 bits of mantissa. `rounding(i)`: a lane's 16 bits at bit 8, half below them.
+// above 22 bits of mantissa. `rounding(i)`: a lane's 16 bits at bit 8, half below them. No clamp: scales
+// are rounded up, and what S, outer and inverse are off by lifts an element over 6 by less than the 32
+// units in the last place that the largest draw lacks to carry into the next code.
 template <class Rounding>
-FP4_D uint4 stochastic_values(const float* x, const Whole& t, const Block& b, const Rounding& rounding) {
-  float y[8];
-FP4_UNROLL
-  for (int i = 0; i < 8; ++i) y[i] = mul(x[i], b.inverse);
-  if (!MX && t.tiny) {
-    rarely();
-FP4_UNROLL
-    for (int i = 0; i < 8; ++i)
-      y[i] = from_bits(min_u(magnitude(y[i]), E2M1::largest) | (bits(y[i]) & 0x80000000u));
-  }
+FP4_D uint4 stochastic_values(const float* x, const Block& b, const Rounding& rounding) {
   const u32 mask = b.mask & 0xffc0ffc0u;
   u32 up[8], out[4];
 FP4_UNROLL
-  for (int i = 0; i < 8; ++i) up[i] = bits(mul(y[i], 0x1p-126f)) + (rounding(i) >> 2);
+  for (int i = 0; i < 8; ++i)
+    up[i] = bits(mul(mul(x[i], b.inverse), 0x1p-126f)) + (rounding(i) >> 2);
 FP4_UNROLL
   for (int i = 0; i < 4; ++i) {
     const u32 small = select_bytes(up[2 * i], up[2 * i + 1], 0x7632) & mask;

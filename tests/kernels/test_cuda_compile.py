@@ -43,12 +43,12 @@ SAMPLE = (
     (
         "blocks.cu",
         {"XD": 1, "MX": 0, "SR": 1, "CODES": 0, "OPERAND": 2, "ACT": 0, "GATED": 0, "TERM": 0,
-         "UP": 0, "WIDE": 1, "BIG": 0, "ACROSS": 256},
+         "UP": 0, "WIDE": 1, "BIG": 0},
     ),
     (
         "blocks.cu",
         {"XD": 0, "MX": 1, "SR": 0, "CODES": 1, "OPERAND": 2, "ACT": 5, "GATED": 1, "TERM": 3,
-         "UP": 11, "WIDE": 0, "BIG": 0, "ACROSS": 64},
+         "UP": 11, "WIDE": 0, "BIG": 0},
     ),
     (
         "columns.cu",
@@ -57,7 +57,7 @@ SAMPLE = (
     ),
     (
         "columns.cu",
-        {"XD": 1, "MX": 0, "SR": 1, "ROT": 16, "FORM": 2, "FOLD": 1, "SUMS": 1, "ALIGNED": 1,
+        {"XD": 1, "MX": 0, "SR": 1, "ROT": 16, "FORM": 2, "FOLD": 0, "SUMS": 1, "ALIGNED": 1,
          "BIG": 0, "ACROSS": 2},
     ),
     (
