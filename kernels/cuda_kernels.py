@@ -7,6 +7,8 @@
 | `act_grad` | hidden.cu | a chain's hidden gradient, over what it is made of, and its maxima |
 | `quantize_grad` | gradient.cu | a gradient (read twice for row scales) in both orientations |
 
+NVFP4 with one outer scale for the tensor, and MXFP4: `cuda_fourbit`.
+
 An operand's form is "none", "e4m3" (uint8) or "bf16". A factor is FP32 [R], [1] or [0], as
 `reference.split`. Nothing waits for the device; M, N and K are not restricted.
 """

