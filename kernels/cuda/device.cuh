@@ -1,7 +1,7 @@
 // What the CUDA kernels share: reading, reductions of magnitudes, packed conversions, and a tile
 // that turns rows into columns. A test compiles the kernels for the host (FP4_EMULATE).
 #pragma once
-#include "numerics.cuh"
+#include "convert.cuh"
 #ifdef FP4_EMULATE
 #include "emulate.h"
 #endif
@@ -119,19 +119,6 @@ FP4_D u32 pack_f16(float low, float high) {
 #endif
 }
 
-// Four E4M3 bytes, nearest even, saturating.
-FP4_D u32 pack_e4m3(const float* y) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  u16 low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(y[1]), "f"(y[0]));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(y[3]), "f"(y[2]));
-  return (u32)low | (u32)high << 16;
-#else
-  return encode<E4M3>(y[0]) | encode<E4M3>(y[1]) << 8 | encode<E4M3>(y[2]) << 16 |
-         encode<E4M3>(y[3]) << 24;
-#endif
-}
-
 // The top bytes of four words.
 FP4_D u32 top_bytes(u32 a, u32 b, u32 c, u32 d) {
   return select_bytes(select_bytes(a, b, 0x0073), select_bytes(c, d, 0x0073), 0x5410);
@@ -155,6 +142,12 @@ FP4_D float nearest_magnitude(float y, float unit) {
 // Codes of eight elements, a nibble each: q are E2M1 magnitudes; signs from x. In units of 2^-14 the
 // half precision bits of an E2M1 value are its code << 9.
 FP4_D u32 pack_codes(const float* q, const float* x) {
+#if FP4_CVT_FP4
+  float y[8];
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) y[i] = from_bits(bits(q[i]) | (bits(x[i]) & 0x80000000u));
+  return e2m1_codes8(y);
+#else
   u32 codes = 0, signs = 0;
 FP4_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -164,6 +157,7 @@ FP4_UNROLL
 FP4_UNROLL
   for (int i = 0; i < 8; ++i) signs = signs >> 4 | (bits(x[i]) & 0x80000000u);
   return codes | signs;
+#endif
 }
 
 // E2M1 magnitudes of |x| * factor.
@@ -223,8 +217,17 @@ FP4_D void finish_block(const float* x, Block16& out) {
 FP4_D void plain_block(const float* x, u32 amax, float s, float outer, Block16& out) {
   out.byte = encode<E4M3>(block_base(amax, s));
   out.scale = decode<E4M3>(out.byte);
-  magnitudes<true>(x, out.byte ? block_inverse(out.scale, outer) : 0.0f, out.q);
+  const float inverse = out.byte ? block_inverse(out.scale, outer) : 0.0f;
+  magnitudes<true>(x, inverse, out.q);
+#if FP4_CVT_FP4
+  float y[16];  // the instruction needs no magnitudes: they are for an operand in BF16
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) y[i] = mul(x[i], inverse);
+  const u32 mask = out.byte ? 0xffffffffu : 0u;
+  out.codes[0] = e2m1_codes8(y) & mask, out.codes[1] = e2m1_codes8(y + 8) & mask;
+#else
   finish_block(x, out);
+#endif
 }
 
 FP4_D void four_over_six_block(const float* x, u32 amax, float s, float outer, Block16& out) {

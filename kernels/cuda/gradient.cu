@@ -143,13 +143,13 @@ FP4_D void store_d(const Gradient& a, u32 m, u32 n, bool inside, const float* v,
     u32 block = inside ? amax : 0u;
     block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 1));
     block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 2));
-    byte = e8m0<E4M3>(block);
+    byte = e8m0_byte(block);
     const float up = SLOW ? e8m0_inverse(byte) : shrink_factor(byte);
     if (!SLOW) grow = grow_factor(byte);
 FP4_UNROLL
     for (int i = 0; i < 8; ++i) t[i] = SLOW ? mul(mul(v[i], up), 0x1p-120f) : mul(v[i], up);
   } else if (SLOW) {
-    byte = m < a.rows ? e8m0<E4M3>(a.row_amax[m]) : 0u;
+    byte = m < a.rows ? e8m0_byte(a.row_amax[m]) : 0u;
 FP4_UNROLL
     for (int i = 0; i < 8; ++i) t[i] = shrunk_slowly(v[i], byte);
   } else {
@@ -177,7 +177,7 @@ FP4_UNROLL
 }
 
 FP4_D u32 column_byte(const Gradient& a, u32 n) {
-  return n < (u32)a.cols ? e8m0<E4M3>(a.col_amax[n]) : 0u;
+  return n < (u32)a.cols ? e8m0_byte(a.col_amax[n]) : 0u;
 }
 
 struct Warp {
@@ -318,7 +318,7 @@ FP4_D void store_factors(const Gradient& a, Warp& w, u32 m0, const RowInputs* in
   __syncwarp();
 FP4_UNROLL
   for (u32 k = 0; k < SPAN / 32; ++k) {
-    const u32 byte = e8m0<E4M3>(in[k].amax), m = m0 + k * 32 + w.lane;
+    const u32 byte = e8m0_byte(in[k].amax), m = m0 + k * 32 + w.lane;
     row[k * 32 + w.lane] = {shrink_factor(byte), in[k].fold};
     largest = max_u(largest, byte);
     if (DMODE == 1 && w.n0 == 0 && m < (u32)a.rows) a.d_factor[m] = e8m0_value(byte);
@@ -380,12 +380,12 @@ FP4_UNROLL
     }
   }
 FP4_UNROLL
-  for (int j = 0; j < 8; ++j) largest = max_u(largest, e8m0<E4M3>(amax[j]));
+  for (int j = 0; j < 8; ++j) largest = max_u(largest, e8m0_byte(amax[j]));
   // Without a fold the columns' maxima bound those of the rows' blocks.
   const bool slow = FOLD || DMODE == 1 || warp_max(largest) > LAST_GROWN;
 FP4_UNROLL
   for (int j = 0; j < 8; ++j) {
-    const u32 byte = e8m0<E4M3>(amax[j]);
+    const u32 byte = e8m0_byte(amax[j]);
     w.shrink[j] = slow ? e8m0_inverse(byte) : shrink_factor(byte);
     w.grow[j] = slow ? e8m0_value(byte) : grow_factor(byte);
   }

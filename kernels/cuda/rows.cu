@@ -183,7 +183,7 @@ FP4_UNROLL
 }
 
 FP4_D void store_mx(const Out& o, bool first, const float* v, u32 amax) {
-  const u32 byte = e8m0<E4M3>(amax);
+  const u32 byte = e8m0_byte(amax);
   const float up = e8m0_inverse(byte), scale = MODE == 4 ? 1.0f : e8m0_value(byte);
   u32 words[4];
 FP4_UNROLL
@@ -191,7 +191,7 @@ FP4_UNROLL
     float y[4];
 FP4_UNROLL
     for (int i = 0; i < 4; ++i) y[i] = mul(v[4 * w + i], up);
-    words[w] = byte == 255 ? 0u : pack_e4m3(y);
+    words[w] = byte == 255 ? 0u : e4m3_codes4(y);
   }
   *reinterpret_cast<uint4*>(o.codes) = make_uint4(words[0], words[1], words[2], words[3]);
   if (first) *o.scales = (u8)byte;
@@ -328,7 +328,7 @@ FP4_D RowScale row_scale(const Rows& a, i64 row, u32 amax, u32* memory, u32& pha
   const bool first = threadIdx.x == 0 && (!a.amax || row == 0);
   r.outer = NVFP4 && (MODE < 2 || first) ? outer_scale(r.amax, r.s) : 0.0f;
   if (first && MODE != 3)
-    a.outer[a.amax ? 0 : row] = MODE == 4 ? e8m0_value(e8m0<E4M3>(r.amax)) : r.outer;
+    a.outer[a.amax ? 0 : row] = MODE == 4 ? e8m0_value(e8m0_byte(r.amax)) : r.outer;
   return r;
 }
 

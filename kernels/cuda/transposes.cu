@@ -370,7 +370,7 @@ FP4_UNROLL
   const float up = e8m0_inverse(byte);
 FP4_UNROLL
   for (int i = 0; i < 8; ++i) t[i] = byte == 255 ? 0.0f : mul(x[i], up);
-  word[0] = pack_e4m3(t), word[1] = pack_e4m3(t + 4);
+  word[0] = e4m3_codes4(t), word[1] = e4m3_codes4(t + 4);
   const float scale = MODE == 1 ? 1.0f : e8m0_value(byte);
   decode4(word[0], scale, value), decode4(word[1], scale, value + 4);
 #endif
@@ -438,7 +438,7 @@ FP4_UNROLL
           block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 8));
           block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 16));
         }
-        byte[j] = e8m0<E4M3>(block);
+        byte[j] = e8m0_byte(block);
         largest = max_u(largest, byte[j]);
         if (MODE == 1 && m == 0 && c0 + j < (u32)a.cols) a.out_factor[c0 + j] = e8m0_value(byte[j]);
       }
