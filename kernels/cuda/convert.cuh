@@ -97,13 +97,12 @@ FP4_HD u32 e4m3_codes4(const float* y) {
 // E8M0 byte of a block of E4M3 elements from its maximum (bits of a magnitude, NaN too): of the
 // smallest power of two >= amax / 448.
 //
-// The instruction rounds up to a power, so its argument must not be rounded down to a power that
-// amax / 448 exceeds, nor above one that it does not. 4 / 7 in FP32 is 2^-24 / 7 too small: amax =
-// 1.75 * 2^k times it is 2^k less a quarter of a unit, rounded up 2^k; the FP32 number after that amax
-// gives more than 2^k.
+// The instruction rounds up to a power. Its argument is amax times a number 2^-24 of it below 1 / 448,
+// rounded up: for amax = 448 * 2^k it stays at most 2^k, for the FP32 number after that amax, which is
+// 1.14 * 2^-24 of it more, it is above.
 FP4_HD u32 e8m0_byte(u32 amax) {
 #if FP4_CVT_FP4
-  const u32 byte = cvt_ue8m0x2(0.0f, mul_up(from_bits(amax), 4.0f / 7.0f * 0x1p-8f));
+  const u32 byte = cvt_ue8m0x2(0.0f, mul_up(from_bits(amax), from_bits(0x3b124924u)));
   return amax >= INFINITE ? 255u : byte;  // saturated infinity is 254
 #else
   return e8m0<E4M3>(amax);

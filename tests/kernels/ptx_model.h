@@ -8,7 +8,6 @@
 #pragma once
 #include <cmath>
 
-#include "cuda/numerics.cuh"
 
 namespace fp4 {
 
