@@ -45,16 +45,16 @@ def _strides(fx_node, *args, **kwargs):
     return constrain_to_fx_strides(fx_node, *args, **kwargs)
 
 
-def _scaled_mm(fallback, a, b, engine, m, n, out_dtype, scale_a=None, scale_b=None):
+def _scaled_mm(fallback, a, b, engine, m, n, out_dtype, *beside):
     """`primitives.scaled_mm` as an extern kernel with a preallocated result [m, n]."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper or 0 in (*a.get_size(), *b.get_size()):
-        return fallback(a, b, engine, m, n, out_dtype, scale_a, scale_b)
-    tensors = [a, b] if scale_a is None else [a, b, scale_a, scale_b]
+        return fallback(a, b, engine, m, n, out_dtype, *beside)
+    tensors = [a, b, *(t for t in beside if t is not None)]  # scales and outer scales come in pairs
     inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(t)) for t in tensors]
-    name = "out" if scale_a is None else "scales_out"
+    name = {2: "out", 4: "scales_out", 6: "outer_out"}[len(tensors)]
     kernel = ir.ExternKernelOut(
         ir.FixedLayout(a.get_device(), out_dtype, [m, n]),
         inputs,

@@ -9,7 +9,8 @@
 namespace fp4 {
 
 enum Dtype { F32, BF16, F16 };
-enum Form { NONE, E4M3_FORM, BF16_FORM };  // what a GEMM reads
+// What a GEMM reads: nothing, bytes, values, or the codes and swizzled block scales.
+enum Form { NONE, E4M3_FORM, BF16_FORM, SCALES_FORM };
 
 #define FP4_D __device__ __forceinline__
 
@@ -90,6 +91,26 @@ FP4_UNROLL
     else if (D == BF16) out[i] = from_bits(i & 1 ? raw.w[i / 2] & 0xffff0000u : raw.w[i / 2] << 16);
     else out[i] = widen_f16((u16)(raw.w[i / 2] >> (i & 1) * 16));
   }
+}
+
+// ---- block scales as tensor cores read them --------------------------------------------------
+
+// Where byte (r, c) lies: in tiles of 128 rows x 4 columns, `across` tiles side by side.
+FP4_D u64 swizzled_at(u32 r, u32 c, u32 across) {
+  return ((u64)(r / 128) * across + c / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + c % 4;
+}
+
+FP4_D u32 tiles_across(u32 cols) { return (cols + 3) / 4; }
+
+// Zeros in what pads [rows, cols] to whole tiles, by all threads: this is number `first` of `count`.
+FP4_D void pad_swizzled(u8* out, u32 rows, u32 cols, u32 first, u32 count) {
+  const u32 across = tiles_across(cols), down = (rows + 127) / 128 * 128;
+  for (u32 r = first; r < down; r += count)
+    if (r >= rows)
+      for (u32 t = 0; t < across; ++t)
+        *reinterpret_cast<u32*>(out + swizzled_at(r, 4 * t, across)) = 0;
+    else
+      for (u32 c = cols; c < 4 * across; ++c) out[swizzled_at(r, c, across)] = 0;
 }
 
 // ---- packed conversions -----------------------------------------------------------------------
