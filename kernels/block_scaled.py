@@ -1,14 +1,14 @@
-"""The GEMMs of block-scaled tensor cores (Blackwell): NVFP4 and MXFP8 by `torch.nn.functional.scaled_mm`.
+"""NVFP4 and MXFP8 on block-scaled tensor cores (Blackwell): `torch.nn.functional.scaled_mm`.
 
 | engine | form | a row of an operand | block scales |
 |---|---|---|---|
 | fp4 | fp4 | packed E2M1 codes [Cp/2] | E4M3, one for 16 |
 | mxfp8 | mx | E4M3 bytes [Cp] | E8M0, one for 32; all 1 (byte 127) for exact FP8 values |
 
-Block scales are swizzled (layout.py), padded with zeros. Where an operand's rows are the codes that
-are saved, no second copy of them is made: in the place of an operand `quantize` then gives the
-scales alone, and `scaled_mm` gets them beside the codes. An operand made for one GEMM has its scales
-behind its rows, as more rows. One without either has scales of 1.
+Block scales are swizzled (layout.py), padded with zeros. Where an operand's rows are the codes
+that are saved, no second copy of them is made: in the place of an operand `quantize` then gives the
+scales alone, and `scaled_mm` gets them beside the codes. An operand made for one GEMM has its
+scales behind its rows, as more rows. One without either has scales of 1.
 
 Whether a device multiplies so is found out by multiplying (`refusal`), not by version numbers.
 """
@@ -77,6 +77,8 @@ def tail(rows, row_bytes, form: str):
 
 def with_tail(rows: Tensor, scales: Tensor, form: str) -> Tensor:
     """Rows [R, bytes] with their scales [R, blocks] swizzled behind them."""
+    if rows.shape[1] == 0:
+        return rows
     out = rows.new_zeros((rows.shape[0] + tail(*rows.shape, form), rows.shape[1]))
     flat = layout.swizzle(scales)
     out[: rows.shape[0]] = rows

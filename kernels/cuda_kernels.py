@@ -7,8 +7,8 @@
 | `act_grad` | hidden.cu | a chain's hidden gradient, over what it is made of, and its maxima |
 | `quantize_grad` | gradient.cu | a gradient (read twice for row scales) in both orientations |
 
-An operand's form is "none", "e4m3" (uint8), "bf16" or one of block_scaled.py. A factor is FP32 [R], [1] or [0], as
-`reference.split`. Nothing waits for the device; M, N and K are not restricted.
+An operand's form is "none", "e4m3" (uint8), "bf16" or one of block_scaled.py. A factor is FP32 [R],
+[1] or [0], as `reference.split`. Nothing waits for the device; M, N and K are not restricted.
 """
 
 from __future__ import annotations
