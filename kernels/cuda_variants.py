@@ -28,7 +28,8 @@ def variants(
          "UP": term * gated, **cuda_kernels.row_team(width, mode, not act)[1]}
         for mode, form, act, gated, term in kinds for width in widths
     ]  # fmt: skip
-    tensors = [{"XD": xd, "OPERAND": form} for xd in (0, 1) for form in (0, 2) + (3,) * block_scaled]
+    forms_of_tiles = (0, 2) + (3,) * block_scaled
+    tensors = [{"XD": xd, "OPERAND": form} for xd in (0, 1) for form in forms_of_tiles]
     hidden = [
         {"XD": 1, "ZD": 1, "ACT": act, "GATED": gated, "GT": 3 * amax, "ZT": term,
          "UT": term * gated, "AMAX": amax, "FOLD": amax * (1 + 2 * gated), "ALIGNED": 1}

@@ -55,8 +55,10 @@ def chain(scheme: Scheme, m: int, k: int, n: int, dtype: torch.dtype, device: to
     return [y, *torch.autograd.grad(y, tensors, torch.ones_like(y))]
 
 
-def check(monkeypatch, run, recipe, name, shape, dtype, device, want_forms) -> None:
-    """The engines chosen are those wanted, each multiplied, and gave the reference's bits."""
+def check(
+    monkeypatch, run, recipe, name, shape, dtype, device, want_forms, other=stand_in.only_reference
+) -> None:
+    """The engines chosen are those wanted, each multiplied, and gave the bits of the ``other``."""
     scheme = scheme_of(recipe, name)
     with monkeypatch.context() as patch:
         stand_in.install(patch)
@@ -67,7 +69,7 @@ def check(monkeypatch, run, recipe, name, shape, dtype, device, want_forms) -> N
         times = 1 if run is step else 2
         assert stand_in.calls == {form: times * count for form, count in expected.items()}
     with monkeypatch.context() as patch:
-        stand_in.only_reference(patch)
+        other(patch)
         want = run(scheme, *shape, dtype, device)
     for i, (a, b) in enumerate(zip(got, want)):
         if inside and dtype == torch.bfloat16:  # sums are scaled in FP32 and rounded once

@@ -55,3 +55,18 @@ def only_reference(monkeypatch) -> None:
     """Engine reference on every device."""
     monkeypatch.setattr(engines, "choose", lambda *formats: engines.REFERENCE)
     monkeypatch.setitem(engines._MATMUL, "reference", exact)
+
+
+def only_older(monkeypatch) -> None:
+    """The engines of an H200 on every GPU, in FP64: the same fused kernels before the GEMM."""
+
+    def choose(left, right, device, turned=False):
+        return engines.without_block_scales(left, right, (9, 0))
+
+    def of_bytes(a, b, out_dtype, out):
+        a, b = (t.view(torch.float8_e4m3fn).float() for t in (a, b))
+        return exact(a, b, out_dtype, out)
+
+    monkeypatch.setattr(engines, "choose", choose)
+    for name, gemm in (("bf16", exact), ("fp8", of_bytes), (engines.FP8_FAST, of_bytes)):
+        monkeypatch.setitem(engines._MATMUL, name, gemm)

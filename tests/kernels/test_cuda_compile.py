@@ -135,14 +135,14 @@ def test_machine_code_converts_by_instruction(arch: str) -> None:
 def test_nothing_spills() -> None:
     """A row or a tile lives in registers: local memory would be read and written for each.
 
-    Gradients may keep a few words there that their slow copy of the loop reads. `test_compiles`
-    holds kernels to the golden file that is looked at here.
+    Gradients may keep a few words there that their slow copy of the loop reads; for Blackwell NVRTC
+    13.0 keeps more. `test_compiles` holds kernels to the golden file that is looked at here.
     """
+    limits = {"gradient.cu": (32, 160), "transposes.cu": (8, 32)}
     for name, by_arch in resources.golden()[0].items():
-        most = 32 if name.startswith("gradient.cu") else 8 if name.startswith("transposes.cu") else 0
         for arch, kernels in by_arch.items():
-            if arch not in ("sm_80", "sm_89"):
-                assert max(stack for _, stack, _ in kernels.values()) <= most, (name, arch, kernels)
+            most = limits.get(name.split()[0], (0, 0))[arch in BLACKWELL]
+            assert max(stack for _, stack, _ in kernels.values()) <= most, (name, arch, kernels)
 
 
 @needs_nvrtc
