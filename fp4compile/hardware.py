@@ -59,11 +59,11 @@ page to the engine table (`kernels/engines.py`).
   number of theirs, with the same result but for the order of sums.
 - **reference**: FP32 multiplication of the decoded values.
 
-*run*: tests have run it there. *compiled*: the kernels that quantize were compiled for it, and what
-they compute was compared on other hardware; no GEMM has run there. *neither*: no kernel of this
-project's is involved (PyTorch quantizes, slowly), and it has not run there. Nothing else is claimed,
-no speed; `native` says only that the calls pass PyTorch's checks and that the operands, read in the
-layout that NVIDIA documents, decode to the right values. An H100 is an sm_90 like the H200.
+*run*: tests have run it there. *compiled*: the kernels that quantize were compiled for it, and
+what they compute was compared on other hardware; no GEMM has run there. *neither*: no kernel of
+this project's is involved (PyTorch quantizes, slowly), and it has not run there. Nothing else is
+claimed, no speed; `native` says only that the calls pass PyTorch's checks and that the operands,
+read in the layout that NVIDIA documents, decode to the right values. An H100 is an sm_90 as well.
 """
 TAIL = """\
 On a Blackwell GPU each process multiplies a small matrix by each native engine first and compares
