@@ -92,8 +92,9 @@ def state_of(gpu: Gpu, left: str, right: str) -> str:
     return "compiled" if compiled else "neither"
 
 
-def _cell(gpu: Gpu, gemm: tuple, native: bool) -> str:
-    return f"{WORDS[engine_of(gpu, *gemm, native)]}, {state_of(gpu, *gemm[:2])}"
+def _cell(gpu: Gpu, gemm: tuple[str, str, bool], native: bool) -> str:
+    left, right, turned = gemm
+    return f"{WORDS[engine_of(gpu, left, right, turned, native)]}, {state_of(gpu, left, right)}"
 
 
 def _table(gpus: tuple[Gpu, ...], native: bool) -> str:
@@ -101,7 +102,7 @@ def _table(gpus: tuple[Gpu, ...], native: bool) -> str:
         gpu.name + (f" (sm_{gpu.capability[0]}{gpu.capability[1]})" if gpu.capability else "")
         for gpu in gpus
     ]
-    rows = [[title, *(_cell(gpu, tuple(gemm), native) for gpu in gpus)] for title, *gemm in GEMMS]
+    rows = [[gemm[0], *(_cell(gpu, gemm[1:], native) for gpu in gpus)] for gemm in GEMMS]
     head = ["GEMM", *names]
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -79,9 +79,10 @@ def with_tail(rows: Tensor, scales: Tensor, form: str) -> Tensor:
     """Rows [R, bytes] with their scales [R, blocks] swizzled behind them."""
     if rows.shape[1] == 0:
         return rows
-    out = rows.new_zeros((rows.shape[0] + tail(*rows.shape, form), rows.shape[1]))
+    count, width = rows.shape
+    out = rows.new_zeros((count + tail(count, width, form), width))
     flat = layout.swizzle(scales)
-    out[: rows.shape[0]] = rows
+    out[:count] = rows
     out.view(-1)[rows.numel() : rows.numel() + flat.numel()] = flat
     return out
 
@@ -243,7 +244,8 @@ def _probe(
         scales.append(layout.swizzle(scale.to(torch.uint8)).to(device))
         values.append(reference.values(codes, scale.to(torch.uint8), fmt).double())
     factors = [torch.tensor([f], device=device) if outer else None for f in (0.5, 8.0)]
-    got = matmul(*rows, tuple(scales), tuple(factors), (m, n), form, out_dtype)
+    a, b = rows
+    got = matmul(a, b, tuple(scales), tuple(factors), (m, n), form, out_dtype)
     want = values[0] @ values[1].t() * (4.0 if outer else 1.0)
     return got.cpu(), want.to(torch.float32).to(out_dtype)
 

@@ -11,7 +11,7 @@ from fp4compile.kernels.formats import TensorFormat
 from typer.testing import CliRunner
 
 import fp4compile as fp4
-from fp4compile import doctor, hardware
+from fp4compile import backend, doctor, hardware
 from fp4compile.cli import app
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
@@ -68,3 +68,11 @@ def test_explain_gives_the_reason_of_a_fallback(monkeypatch) -> None:
     policy = fp4.Policy.from_dict({"version": 1, "recipe": "fp8-exact", "default": "low"})
     report = fp4.explain(model, (torch.randn(4, 32),), policy=policy)
     assert {row.reason for row in report} == {"dgrad by reference: why; wgrad by reference: why"}
+
+
+def test_compile_caches_know_which_engines_work(monkeypatch) -> None:
+    """A graph holds its engines: where a GEMM is refused now, a cached one must not call it."""
+    key = "post_grad_custom_pre_pass"
+    before = str(backend.patches({}, "policy")[key].uuid())
+    monkeypatch.setattr(block_scaled, "refusal", lambda form, device: "" if form == "fp4" else "no")
+    assert str(backend.patches({}, "policy")[key].uuid()) != before
