@@ -43,7 +43,7 @@ def engine_answers() -> tuple[str, ...]:
 
 
 class KeyedPass(CustomGraphPass):
-    """A graph pass identified by the package's sources, the policy, engines and the wrapped pass."""
+    """A graph pass known by the package's sources, the policy, engines and the pass it wraps."""
 
     def __init__(self, policy: str, function: Any = None, wrapped: Any = None) -> None:
         """``function`` and then ``wrapped`` (the user's own pass) are called with the graph."""

@@ -187,15 +187,15 @@ def refusal(form: str, device: torch.device) -> str:
     """Why ``device`` does not multiply in ``form``; "" where it does. Tried once a process."""
     if device.type != "cuda":
         return "no CUDA device"
+    capability = torch.cuda.get_device_capability(device)
+    if capability not in CAPABILITIES:
+        return f"sm_{capability[0]}{capability[1]} has no block-scaled tensor cores"
     index = torch.cuda.current_device() if device.index is None else device.index
     return _refusal(form, index)
 
 
 @cache
 def _refusal(form: str, index: int) -> str:
-    capability = torch.cuda.get_device_capability(index)
-    if capability not in CAPABILITIES:
-        return f"sm_{capability[0]}{capability[1]} has no block-scaled tensor cores"
     with _disable_current_modes(), torch.cuda.device(index):
         return probe(form, torch.device("cuda", index))
 
