@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .kernels import block_scaled, cuda_kernels, engines
+from .kernels import block_scaled, cuda_operands, engines
 from .kernels.cuda_loader import ARCHITECTURES, architecture
 from .kernels.formats import TensorFormat
 
@@ -86,10 +86,8 @@ def state_of(gpu: Gpu, left: str, right: str) -> str:
     if gpu.run:
         return "run"
     compiled = gpu.capability is not None and architecture(gpu.capability) in ARCHITECTURES
-    for fmt in map(TensorFormat.parse, (left, right)):
-        known = cuda_kernels.supports_gradient if fmt.stochastic else cuda_kernels.supports
-        compiled = compiled and known(fmt)
-    return "compiled" if compiled else "neither"
+    known = all(cuda_operands.supports(TensorFormat.parse(text)) for text in (left, right))
+    return "compiled" if compiled and known else "neither"
 
 
 def _cell(gpu: Gpu, gemm: tuple[str, str, bool], native: bool) -> str:

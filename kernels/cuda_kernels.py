@@ -7,6 +7,8 @@
 | `act_grad` | hidden.cu | a chain's hidden gradient, over what it is made of, and its maxima |
 | `quantize_grad` | gradient.cu | a gradient (read twice for row scales) in both orientations |
 
+NVFP4 with one outer scale for the tensor, and MXFP4: `cuda_fourbit`.
+
 An operand's form is "none", "e4m3" (uint8), "bf16" or one of block_scaled.py. A factor is FP32 [R],
 [1] or [0], as `reference.split`. Nothing waits for the device; M, N and K are not restricted.
 """
@@ -26,7 +28,9 @@ from .formats import BITS, BLOCK, TensorFormat
 
 FORMS = {"none": 0, "e4m3": 1, "bf16": 2, "scales": 3}  # "scales": swizzled, beside the codes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ACTS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "silu": 5}
+ACTS: dict[str | None, int] = {
+    None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "silu": 5, "quick_gelu": 6,
+}  # fmt: skip
 MODES: dict = {"None": 0, "four_over_six": 1, "fp8_exact": 2, 32: 3, "row": 4, "half": 5}
 # Warps of a CTA side by side over columns; rows of tiles that transposes work on together.
 GRADIENT_ACROSS, TRANSPOSE_ACROSS, TRANSPOSE_GROUP = 2, 1, 16
@@ -308,7 +312,7 @@ def _quantize_tiles(x: Tensor, amax: Tensor | None, form: str):
 
 
 def _source(fmt: TensorFormat) -> int:
-    return 0 if fmt.format == "nvfp4" else 2 if fmt.block == "row" else 1
+    return {"nvfp4": 0, "mxfp4": 3}.get(fmt.format, 2 if fmt.block == "row" else 1)
 
 
 def _saved(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int) -> dict:
@@ -334,7 +338,7 @@ def decode(
 ) -> Tensor:
     """The operand of saved codes, exactly: [R, Cp], or [cols, R padded to the block with zeros].
 
-    ``form`` "e4m3" needs a format that is exact in it, and so does "mx". NVFP4 and MXFP8.
+    ``form`` "e4m3" needs a format that is exact in it, and so does "mx". NVFP4, MXFP4 and MXFP8.
     """
     form = "e4m3" if form == "mx" else form
     codes, scales = codes.contiguous(), scales.contiguous()

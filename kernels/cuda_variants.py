@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import block_scaled, cuda_kernels, cuda_loader
+from . import block_scaled, cuda_fourbit, cuda_kernels, cuda_loader
 
 BLOCK_SCALED = tuple(map(cuda_loader.architecture, block_scaled.CAPABILITIES))
 
@@ -43,15 +43,26 @@ def variants(
     transposes = [
         {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr, "FACTOR": factor, "BIG": 0,
          "ACROSS": 1}
-        for source in (0, 1, 2)
+        for source in (0, 1, 2, 3)
         for form, mode, sr, factor in (
             (1, 1, 0, 0), (2, 1, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, int(source != 1)),
             *[(3, 2, 1, int(source != 1))] * block_scaled,
         )
+        if source < 3 or form == 2
     ]
+    blocks = [
+        {"XD": 1, "MX": mx, "SR": sr, "CODES": 1 - sr, "OPERAND": 2, "ACT": 0, "GATED": 0,
+         "TERM": 0, "UP": 0, "WIDE": 1, "BIG": 0}
+        for mx in (0, 1) for sr in (0, 1)
+    ]  # fmt: skip
+    columns = [
+        {"XD": 1, "MX": mx, "SR": sr, "ROT": rotation, "FORM": 2 * sr, "FOLD": 0, "SUMS": sums,
+         "ALIGNED": 1, "BIG": 0, "ACROSS": cuda_fourbit.COLUMNS_ACROSS}
+        for mx, rotation in ((0, 16), (1, 32), (1, 0)) for sr, sums in ((0, 0), (1, 0), (1, 1))
+    ]  # fmt: skip
     groups = {
         "rows.cu": rows, "tensors.cu": tensors, "hidden.cu": hidden, "gradient.cu": gradients,
-        "transposes.cu": transposes,
+        "transposes.cu": transposes, "blocks.cu": blocks, "columns.cu": columns,
     }  # fmt: skip
     return [(file, defines) for file, group in groups.items() for defines in group]
 

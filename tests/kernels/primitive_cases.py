@@ -31,7 +31,7 @@ BACKWARD = (
     "nvfp4:tensor:tile",
     "mxfp8:128",
 )
-ACTS = ("gelu", "gelu_tanh", "relu", "relu2", "silu")
+ACTS = ("gelu", "gelu_tanh", "relu", "relu2", "silu", "quick_gelu")
 
 
 class Tensors:
