@@ -163,7 +163,7 @@ def test_nothing_spills() -> None:
     Gradients may keep a few words there that their slow copy of the loop reads; for Blackwell NVRTC
     13.0 keeps more. `test_compiles` holds kernels to the golden file that is looked at here.
     """
-    limits = {"gradient.cu": (32, 160), "transposes.cu": (8, 32)}
+    limits = {"gradient.cu": (32, 160), "transposes.cu": (8, 32), "blocks.cu": (0, 48)}
     for name, by_arch in resources.golden()[0].items():
         for arch, kernels in by_arch.items():
             most = limits.get(name.split()[0], (0, 0))[arch in BLACKWELL]
