@@ -64,6 +64,7 @@ def describe(choice: Choice, rows: list[rewrite.Row], gm: GraphModule) -> list[D
     for asked, row, (saved, original) in zip(choice.asked, rows, sizes, strict=True):
         scheme = asked.decision.scheme
         reason = CUT if asked.cut and not row.reason else row.reason
+        reason = "; ".join(filter(None, (reason, _other_engine(asked.site, row, scheme))))
         full = report.Row(
             asked.place.name if asked.place is not None else row.fqn,
             row.kind, row.shape, row.scheme, row.scheme_name, row.rule,
@@ -97,6 +98,16 @@ def _engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
     layer = Layer(scheme, _dtype(site), value(site.x).device)
     names = [layer.engine(g).name if getattr(scheme, g) else "original" for g in GEMMS]
     return names[0] if len(set(names)) == 1 else "/".join(names)
+
+
+def _other_engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
+    """Which GEMMs a GPU with block-scaled tensor cores runs without them, and why."""
+    if row.status != "rewritten":
+        return ""
+    layer = Layer(scheme, _dtype(site), value(site.x).device)
+    why = {name: layer.why_not(name) for name in GEMMS if getattr(scheme, name)}
+    notes = [f"{name} by {layer.engine(name).name}: {text}" for name, text in why.items() if text]
+    return "; ".join(notes)
 
 
 def _all_bytes(

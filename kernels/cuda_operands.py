@@ -68,7 +68,7 @@ def decode_operand(
     codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int, form: str, transpose: bool
 ) -> Tensor:
     """The operand of saved codes; transposed: [cols, R padded to the block with zeros]."""
-    if form == REFERENCE_FORM:
+    if form in (REFERENCE_FORM, "fp4"):
         return fallback.decode_operand(codes, scales, fmt, cols, form, transpose)
     return cuda_kernels.decode(codes, scales, fmt, cols, form, transpose)
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import cuda_fourbit, cuda_kernels, cuda_loader
+from . import block_scaled, cuda_fourbit, cuda_kernels, cuda_loader
+
+BLOCK_SCALED = tuple(map(cuda_loader.architecture, block_scaled.CAPABILITIES))
 
 
-def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int]]]:
-    """Source files and defines that the recipes use with BF16 tensors of ``widths`` columns."""
+def variants(
+    widths: tuple[int, ...] = (4096,), block_scaled: bool = False
+) -> list[tuple[str, dict[str, int]]]:
+    """Source files and defines that the recipes use with BF16 tensors of ``widths`` columns.
+
+    ``block_scaled``: operands for block-scaled tensor cores (form 3) as well.
+    """
+    forms = [(0, 0), (0, 2), (1, 2), (5, 0), (5, 1), (5, 2), (3, 2), (4, 0), (4, 2)]
+    forms += [(mode, 3) for mode in (0, 1, 5, 3)] * block_scaled
     kinds = [
         (mode, form, act, gated, term)
-        for mode, form in ((0, 0), (0, 2), (1, 2), (5, 0), (5, 1), (5, 2), (3, 2), (4, 0), (4, 2))
+        for mode, form in forms
         for act, gated, term in ((0, 0, 0), (1, 0, 3), (1, 0, 11), (2, 0, 3), (5, 1, 3))
     ]
     rows = [
@@ -19,7 +28,8 @@ def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int
          "UP": term * gated, **cuda_kernels.row_team(width, mode, not act)[1]}
         for mode, form, act, gated, term in kinds for width in widths
     ]  # fmt: skip
-    tensors = [{"XD": xd, "OPERAND": form} for xd in (0, 1) for form in (0, 2)]
+    forms_of_tiles = (0, 2) + (3,) * block_scaled
+    tensors = [{"XD": xd, "OPERAND": form} for xd in (0, 1) for form in forms_of_tiles]
     hidden = [
         {"XD": 1, "ZD": 1, "ACT": act, "GATED": gated, "GT": 3 * amax, "ZT": term,
          "UT": term * gated, "AMAX": amax, "FOLD": amax * (1 + 2 * gated), "ALIGNED": 1}
@@ -28,14 +38,15 @@ def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int
     gradients = [
         {"XD": 1, "SUMS": sums, "DMODE": mode, "WMODE": mode, "DFORM": form, "WFORM": form,
          "FOLD": int(form == 1), "ALIGNED": 1, "BIG": 0, "ACROSS": 2}
-        for mode, form in ((1, 1), (1, 2), (2, 2)) for sums in (0, 1)
+        for mode, form in [(1, 1), (1, 2), (2, 2)] + [(2, 3)] * block_scaled for sums in (0, 1)
     ]  # fmt: skip
     transposes = [
         {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr, "FACTOR": factor, "BIG": 0,
          "ACROSS": 1}
         for source in (0, 1, 2, 3)
         for form, mode, sr, factor in (
-            (1, 1, 0, 0), (2, 1, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, int(source != 1))
+            (1, 1, 0, 0), (2, 1, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, int(source != 1)),
+            *[(3, 2, 1, int(source != 1))] * block_scaled,
         )
         if source < 3 or form == 2
     ]
@@ -58,7 +69,8 @@ def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int
 
 def warm(arch: str, widths: tuple[int, ...]) -> Iterator[int]:
     """Compile the usual variants for ``arch`` into the cache, no GPU needed; yields those left."""
-    todo = {(file, tuple(defines.items())) for file, defines in variants(widths)}
+    wanted = variants(widths, block_scaled=arch in BLOCK_SCALED)
+    todo = {(file, tuple(defines.items())) for file, defines in wanted}
     while todo:
         cuda_loader.cubin(*todo.pop(), arch)
         yield len(todo)

@@ -2,6 +2,8 @@
 
 | engine | where | operands |
 |---|---|---|
+| fp4 | sm_100, 103, 120, 121 | NVFP4 codes and block scales (block_scaled.py) |
+| mxfp8 | sm_100, 103, 120, 121 | E4M3 bytes and block scales of 32 (block_scaled.py) |
 | fp8 | sm_89 and later | E4M3 bytes; only for formats that are exact in FP8 |
 | bf16 | any CUDA GPU from sm_80 | code x block scale in BF16, exact |
 | reference | everywhere | code x block scale in FP32 |
@@ -11,12 +13,14 @@ The engine changes no specified bit: every operand holds the same values, the su
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from . import block_scaled
 from .formats import TensorFormat
 
 
@@ -31,6 +35,9 @@ class Engine:
 REFERENCE = Engine("reference", "f32")
 BF16 = Engine("bf16", "bf16")
 FP8 = Engine("fp8", "e4m3")
+FP4 = Engine("fp4", "fp4")
+MXFP8 = Engine("mxfp8", "mx")
+BLOCK_SCALED = {engine.operand: engine for engine in (FP4, MXFP8)}
 # Backward GEMMs with a BF16 result: the tensor core's own accumulation, 1.3e-3 to 2.4e-3 off for
 # K = 4096 to 32768 (H200), the size of the result's rounding; never in the forward pass.
 FP8_FAST = "fp8_fast"
@@ -38,28 +45,65 @@ FP8_FAST = "fp8_fast"
 # ms at 4.4e12 operations).
 FAST_FROM = 2e12
 OPERAND_DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16, "e4m3": torch.uint8}
+OPERAND_DTYPES.update(dict.fromkeys(block_scaled.FORMS, torch.uint8))
 # An FP8 GEMM of cuBLASLt reads columns in multiples of 16 and writes rows in multiples of 16.
 FP8_ALIGN = 16
 
 
-def choose(left: TensorFormat, right: TensorFormat, device: torch.device) -> Engine:
-    """The fastest engine of ``device`` that multiplies the two formats exactly."""
+def choose(
+    left: TensorFormat, right: TensorFormat, device: torch.device, turned: bool = False
+) -> Engine:
+    """The fastest engine of ``device`` that multiplies the two formats exactly.
+
+    ``turned``: the right operand is saved codes, read along their other axis.
+    """
     if device.type != "cuda":
+        capability = None
+    else:
+        capability = torch.cuda.get_device_capability(device)
+    form = block_scaled.form_for(left, right, turned)
+    if form and not block_scaled.refusal(form, device):
+        return BLOCK_SCALED[form]
+    return without_block_scales(left, right, capability)
+
+
+def without_block_scales(
+    left: TensorFormat, right: TensorFormat, capability: tuple[int, int] | None
+) -> Engine:
+    """The engine for two formats on a GPU of ``capability`` (None: a CPU) that has none."""
+    if capability is None or capability < (8, 0):
         return REFERENCE
-    capability = torch.cuda.get_device_capability(device)
-    if left.exact_in_fp8 and right.exact_in_fp8 and capability >= (8, 9):
-        return FP8
-    return BF16 if capability >= (8, 0) else REFERENCE
+    both_exact = left.exact_in_fp8 and right.exact_in_fp8
+    return FP8 if both_exact and capability >= (8, 9) else BF16
+
+
+def why_not(
+    left: TensorFormat, right: TensorFormat, device: torch.device, turned: bool = False
+) -> str:
+    """Why a GEMM does not run on block-scaled tensor cores of a GPU that has them; "" else."""
+    if device.type != "cuda":
+        return ""
+    if torch.cuda.get_device_capability(device) not in block_scaled.CAPABILITIES:
+        return ""
+    form = block_scaled.form_for(left, right, turned)
+    if form:
+        return block_scaled.refusal(form, device)
+    return f"no instruction multiplies {left} and {right}{' transposed' * turned}"
 
 
 _ones: dict[torch.device, Tensor] = {}
 
 
 def prepare(device: torch.device) -> None:
-    """Make now what GEMMs on ``device`` need at each call: not in the memory of a CUDA graph."""
+    """Make now what GEMMs on ``device`` need at each call: not in the memory of a CUDA graph.
+
+    The block-scaled engines are tried here, before a graph is traced or captured.
+    """
     if device.type == "cuda" and device not in _ones:
         with _disable_current_modes():  # a fake tensor is of no use later
             _ones[device] = torch.ones((), dtype=torch.float32, device=device)
+        for form in block_scaled.FORMS:
+            block_scaled.refusal(form, device)
 
 
 def pad_columns(a: Tensor, columns: int) -> Tensor:
@@ -69,12 +113,27 @@ def pad_columns(a: Tensor, columns: int) -> Tensor:
 
 
 def matmul(
-    a: Tensor, b: Tensor, engine: str, out_dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
+    a: Tensor, b: Tensor, engine: str, out_dtype: torch.dtype, out: Tensor | None = None,
+    scale_a: Tensor | None = None, scale_b: Tensor | None = None, sizes: tuple = (),
+    outer: tuple = (None, None),
+) -> Tensor:  # fmt: skip
     """a[M, K] b[N, K]^T of two operands in the engine's form, summed in FP32, as ``out_dtype``.
 
-    Contiguous, in ``out`` [M, N] if given; ambient autocast changes nothing.
+    Contiguous, in ``out`` [M, N] if given; ambient autocast changes nothing. ``scale_a`` and
+    ``scale_b``: the block scales of engines that read them beside the operands (`SCALED`);
+    ``sizes``: M and N, which `BLOCK_SCALED` engines need; ``outer``: see `block_scaled.matmul`.
     """
+    form = next((e.operand for e in BLOCK_SCALED.values() if e.name == engine), None)
+    if form is not None:
+        with torch._C._DisableAutocast():
+            scales = (scale_a, scale_b)
+            result = block_scaled.matmul(a, b, scales, outer, sizes, form, out_dtype, out)
+        return result.contiguous() if out is None or result is out else out.copy_(result)
+    if engine in SCALED:
+        with torch._C._DisableAutocast():
+            result = SCALED[engine](a, b, scale_a, scale_b, out_dtype, out)
+        return result.contiguous() if out is None or result is out else out.copy_(result)
+    assert scale_a is None and scale_b is None, f"engine {engine} reads no scales"
     columns = max(a.shape[1], b.shape[1])
     a, b = pad_columns(a, columns), pad_columns(b, columns)
     with torch._C._DisableAutocast():
@@ -126,3 +185,5 @@ def _fp8(
 
 
 _MATMUL = {"reference": _reference, "bf16": _bf16, "fp8": _fp8, FP8_FAST: _fp8_fast}
+# Engines that read block scales beside the operands: (a, b, scale_a, scale_b, out_dtype, out).
+SCALED: dict[str, Callable] = {}

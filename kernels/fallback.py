@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import reference
+from . import block_scaled, reference
 from .formats import BLOCK, TensorFormat
 
 STRIP = 32  # rows whose sum is taken first
@@ -39,6 +39,8 @@ def quantize_operand(
 
     codes, scales, outer = reference.quantize(x.t() if transpose else x, fmt)
     values, factors = reference.split(codes, scales, outer, fmt)
+    if form in block_scaled.FORMS and block_scaled.in_place(fmt, form) != "values":
+        return codes, scales, factors, block_scaled.place_of(fmt, form, scales)
     return codes, scales, factors, as_operand(values, form)
 
 
@@ -48,6 +50,8 @@ def decode_operand(
     """The operand of saved codes; transposed: [cols, R padded to the block with zeros]."""
     from .primitives import as_operand
 
+    if form == "fp4":  # tiles, transposed
+        return block_scaled.with_tail(*block_scaled.turned_tiles(codes, scales, cols), form)
     values = reference.split(codes, scales, codes.new_empty(0), fmt)[0]
     if transpose:
         values = _pad(values[:, :cols].t(), fmt).contiguous()
@@ -76,6 +80,8 @@ def _operand(
 
     codes, scales, outer = reference.quantize(x, fmt, seed, stream, bits)
     values, factors = reference.split(codes, scales, outer, fmt)
+    if block_scaled.has_tail(fmt, form):
+        return block_scaled.with_tail(codes, scales, form), factors
     return as_operand(values, form), factors
 
 

@@ -1,5 +1,5 @@
 // Tensor-wide magnitudes, and weights in tiles of 16 x 16 that share a block scale.
-//   XD dtype (Dtype) · OPERAND (Form), NONE or BF16_FORM
+//   XD dtype (Dtype) · OPERAND (Form), not E4M3_FORM
 #include "device.cuh"
 
 using namespace fp4;
@@ -59,6 +59,10 @@ FP4_UNROLL
   u32 m = block_max_nan(v);
 FP4_UNROLL
   for (int lane = 1; lane < 16; lane *= 2) m = max_u(m, __shfl_xor_sync(0xffffffffu, m, lane));
+#if OPERAND == 3
+  pad_swizzled(static_cast<u8*>(a.operand), (u32)a.rows, (u32)a.padded / 16,
+               (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x, gridDim.x * gridDim.y * 256);
+#endif
   if (!inside) return;
   Block16 b;
   if (amax >= INFINITE) b.codes[0] = b.codes[1] = b.byte = 0, b.scale = 0.0f;
@@ -66,6 +70,10 @@ FP4_UNROLL
   const i64 at = row * a.padded + block * 16;
   *reinterpret_cast<uint2*>(a.codes + at / 2) = make_uint2(b.codes[0], b.codes[1]);
   a.scales[at / 16] = (u8)b.byte;
+#if OPERAND == 3
+  const u32 blocks = (u32)a.padded / 16;
+  static_cast<u8*>(a.operand)[swizzled_at((u32)row, (u32)block, tiles_across(blocks))] = (u8)b.byte;
+#endif
   if (OPERAND == BF16_FORM)
 FP4_UNROLL
     for (int h = 0; h < 2; ++h) {

@@ -1,6 +1,7 @@
 // Saved codes to operands: along rows, transposed exactly, or transposed and quantized again.
 //   SOURCE 0 NVFP4, 1 MXFP8 with block scales, 2 MXFP8 row scales (left out), 3 MXFP4 · FORM (Form)
-//   MODE (requantize) 1 row scales (maxima from requantize_amax), 2 blocks of 32 (BF16_FORM only)
+//   MODE (requantize) 1 row scales (maxima from requantize_amax), 2 blocks of 32 (SCALES_FORM: their
+//   codes, and swizzled behind them the scales; not E4M3_FORM)
 //   SR, FACTOR 0/1 · BIG 1: 2^32 groups of random bits or more · ACROSS (1, 2, 4) warps of a CTA side
 //   by side over columns
 // Transposes: each warp takes tiles of 64 bytes of rows and reads ahead; any grid.
@@ -156,7 +157,7 @@ FP4_D void transpose4(u32 a, u32 b, u32 c, u32 d, u32* out) {
 }
 
 // Tiles of a matrix of SPAN rows and C columns, rows fastest.
-constexpr u32 SPAN = FORM == E4M3_FORM ? 64 : 32;
+constexpr u32 SPAN = FORM == BF16_FORM ? 32 : 64;
 
 // Where tile `i` starts.
 struct Tiles {
@@ -181,7 +182,7 @@ FP4_D Place start_of(const Tiles& t, u32 i) {
 // A tile of C columns to memory.
 template <u32 C>
 FP4_D void store_tile(const Saved& a, const uint4* tile, Place at, u32 lane) {
-  constexpr u32 UNIT = FORM == E4M3_FORM ? 1 : 2;
+  constexpr u32 UNIT = FORM == BF16_FORM ? 2 : 1;
   const u32 chunk = lane % 4, m = at.row + chunk * (16 / UNIT);
   u8* out = static_cast<u8*>(a.out) + ((u64)(at.column + lane / 4) * (u32)a.padded_rows + m) * UNIT;
   const bool rows = m < (u32)a.padded_rows;
@@ -367,11 +368,11 @@ FP4_UNROLL
   const float up = e8m0_inverse(byte);
 FP4_UNROLL
   for (int i = 0; i < 8; ++i) t[i] = byte == 255 ? 0.0f : mul(x[i], up);
-  word[0] = pack_e4m3(t), word[1] = pack_e4m3(t + 4);
+  word[0] = e4m3_codes4(t), word[1] = e4m3_codes4(t + 4);
   const float scale = MODE == 1 ? 1.0f : e8m0_value(byte);
   decode4(word[0], scale, value), decode4(word[1], scale, value + 4);
 #endif
-  if (FORM == E4M3_FORM) return make_uint4(word[0], word[1], 0, 0);
+  if (FORM != BF16_FORM) return make_uint4(word[0], word[1], 0, 0);
   return eight_bf16(value);
 }
 
@@ -383,6 +384,10 @@ extern "C" __global__ void __launch_bounds__(128, 4) requantize_transpose(Saved 
   const u32 count = tiling.count, stride = gridDim.x * TILE_WARPS;
 #if SR
   const Cipher key = cipher(*a.seed, (u32)a.stream);
+#endif
+#if FORM == 3
+  pad_swizzled(static_cast<u8*>(a.out) + (u64)a.cols * (u64)a.padded_rows, (u32)a.cols,
+               (u32)a.padded_rows / 32, blockIdx.x * 128 + threadIdx.x, gridDim.x * 128);
 #endif
   u32 tile = blockIdx.x * TILE_WARPS + warp;
   Place at = start_of<C>(tiling, tile);
@@ -435,8 +440,14 @@ FP4_UNROLL
           block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 8));
           block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 16));
         }
-        byte[j] = e8m0<E4M3>(block);
+        byte[j] = e8m0_byte(block);
         largest = max_u(largest, byte[j]);
+#if FORM == 3
+        if (rg == 0 && c0 + j < (u32)a.cols && m < (u32)a.padded_rows) {
+          u8* scales = static_cast<u8*>(a.out) + (u64)a.cols * (u64)a.padded_rows;
+          scales[swizzled_at(c0 + j, m / 32, tiles_across((u32)a.padded_rows / 32))] = (u8)byte[j];
+        }
+#endif
         if (MODE == 1 && m == 0 && c0 + j < (u32)a.cols) a.out_factor[c0 + j] = e8m0_value(byte[j]);
       }
       const bool slow = warp_max(largest) > LAST_GROWN;
@@ -466,7 +477,7 @@ FP4_UNROLL
           uint4 y;
           if (slow) y = quantize_column<true>(v, byte[j], words[k]);
           else y = quantize_column<false>(v, byte[j], words[k]);
-          if (FORM == E4M3_FORM) {
+          if (FORM != BF16_FORM) {
             const u32 chunk = tile_chunk(cq * 8, j, half * 2 + rg / 2, cq);
             reinterpret_cast<uint2*>(tiles[warp])[chunk * 2 + rg % 2] = make_uint2(y.x, y.y);
           } else {

@@ -15,7 +15,7 @@ SHAPES = [*cases.SHAPES, (300, 1040), (129, 4096), (65, 16384), (33, 20000), (10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize(("text", "form"), cases.ROW_FORMATS)
+@pytest.mark.parametrize(("text", "form"), cases.GPU_ROW_FORMATS)
 def test_rows(text: str, form: str, dtype: torch.dtype) -> None:
     for rows, cols in SHAPES:
         for nonfinite in (False, True):
@@ -96,7 +96,7 @@ def test_decode(text: str, form: str) -> None:
         cases.check_decode(text, form, cases.matrix(rows, cols, torch.bfloat16, GPU, True))
 
 
-@pytest.mark.parametrize(("source", "target", "form"), cases.REQUANTIZE)
+@pytest.mark.parametrize(("source", "target", "form"), cases.GPU_REQUANTIZE)
 def test_requantize(source: str, target: str, form: str) -> None:
     for rows, cols in SHAPES:
         for nonfinite in (False, True):
@@ -105,7 +105,7 @@ def test_requantize(source: str, target: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("dgrad", "wgrad", "form"), cases.GRADIENTS)
+@pytest.mark.parametrize(("dgrad", "wgrad", "form"), cases.GPU_GRADIENTS)
 def test_gradient(dgrad: str | None, wgrad: str | None, form: str, dtype: torch.dtype) -> None:
     for rows, cols in (*SHAPES, (5000, 384)):
         g = cases.matrix(rows, cols, dtype, GPU, rows == 300)

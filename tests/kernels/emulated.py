@@ -36,7 +36,7 @@ def library(file: str, defines: cuda_loader.Defines) -> ctypes.CDLL:
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-DFP4_EMULATE"]
     flags += [f"-D{name}={value}" for name, value in defines]
     sources = [(cuda_loader.HERE / n).read_bytes() for n in (file, *cuda_loader.HEADERS)]
-    sources.append((HERE / "emulate.h").read_bytes())
+    sources += [(HERE / name).read_bytes() for name in ("emulate.h", "ptx_model.h")]
     name = f"emulated-{cache.key(text, *flags, *sources)}"
 
     def build() -> bytes:

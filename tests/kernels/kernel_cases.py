@@ -8,7 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fp4compile.kernels import cuda_fourbit, cuda_kernels, cuda_operands, fallback, reference
+from fp4compile.kernels import (
+    block_scaled,
+    cuda_fourbit,
+    cuda_kernels,
+    cuda_operands,
+    fallback,
+    layout,
+    reference,
+)
 from fp4compile.kernels.activations import ACTIVATIONS
 from fp4compile.kernels.formats import BLOCK, TensorFormat
 from fp4compile.kernels.primitives import affine, as_operand
@@ -26,6 +34,17 @@ ROW_FORMATS = [
     ("mxfp8:32", "bf16"),
     ("mxfp8:row", "e4m3"),
     ("mxfp8:row", "bf16"),
+    ("nvfp4:row", "fp4"),
+    ("nvfp4:row:fp8_exact:half", "fp4"),
+    ("nvfp4:tensor:tile", "fp4"),
+    ("mxfp8:32", "mx"),
+    ("mxfp8:row", "mx"),
+    ("nvfp4:row:fp8_exact:half", "mx"),
+]
+GPU_ROW_FORMATS = [
+    *ROW_FORMATS,
+    ("nvfp4:tensor:four_over_six", "fp4"),
+    ("nvfp4:row:fp8_exact", "fp4"),
 ]
 GRADIENTS = [
     ("mxfp8:row:sr", "mxfp8:row:sr", "e4m3"),
@@ -33,7 +52,10 @@ GRADIENTS = [
     ("mxfp8:row:sr", "mxfp8:32:sr", "bf16"),
     (None, "mxfp8:row:sr", "bf16"),
     ("mxfp8:32:sr", None, "bf16"),
+    ("mxfp8:32:sr", "mxfp8:32:sr", "mx"),
+    ("mxfp8:row:sr", "mxfp8:32:sr", "mx"),
 ]
+GPU_GRADIENTS = [*GRADIENTS, ("mxfp8:32:sr", "mxfp8:row:sr", "mx"), ("mxfp8:32:sr", None, "mx")]
 DECODE = [
     ("nvfp4:row:fp8_exact", "e4m3"),
     ("nvfp4:row:fp8_exact", "bf16"),
@@ -49,7 +71,10 @@ REQUANTIZE = [
     ("nvfp4:tensor", "mxfp8:row:sr", "e4m3"),
     ("mxfp8:row", "mxfp8:row:sr", "e4m3"),
     ("mxfp8:32", "mxfp8:32:sr", "bf16"),
+    ("nvfp4:row:four_over_six", "mxfp8:32:sr", "mx"),
+    ("mxfp8:row", "mxfp8:row:sr", "mx"),
 ]
+GPU_REQUANTIZE = [*REQUANTIZE, ("mxfp8:32", "mxfp8:32:sr", "mx"), ("nvfp4:tensor", "mxfp8:32:sr", "mx")]
 # 4-bit formats that couple nothing along a row: along rows, and of the transpose.
 FOUR_BIT = ["nvfp4:tensor", "mxfp4"]
 TRANSPOSED = ["nvfp4:tensor:had16", "mxfp4:had32", "nvfp4:tensor", "mxfp4", "nvfp4:tensor:had32", "mxfp4:had16"]
@@ -146,7 +171,25 @@ def assert_same(got, want) -> None:
 def wanted(x: torch.Tensor, fmt: TensorFormat, form: str):
     codes, scales, outer = reference.quantize(x, fmt)
     values, factor = reference.split(codes, scales, outer, fmt)
+    if form in block_scaled.FORMS and block_scaled.in_place(fmt, form) != "values":
+        beside = layout.swizzle(scales) if fmt.block != "row" else scales.new_empty(0)
+        return codes, scales, factor, beside
     return codes, scales, factor, as_operand(values, form)
+
+
+def written(operand: torch.Tensor, rows: int, fmt: TensorFormat | None, form: str):
+    """What a kernel writes of an operand: the last row of scales behind it may be longer."""
+    if fmt is None or not block_scaled.has_tail(fmt, form):
+        return operand
+    size = rows * operand.shape[1] + block_scaled.scale_bytes(rows, operand.shape[1] // 32)
+    return operand.flatten()[:size]
+
+
+def operand_of(codes, scales, values, fmt: TensorFormat, form: str) -> torch.Tensor:
+    """The operand of a quantized tensor [R, C] made for one GEMM, as `written` gives it."""
+    if not block_scaled.has_tail(fmt, form):
+        return as_operand(values, form)
+    return torch.cat([codes.flatten(), layout.swizzle(scales)])
 
 
 def check_rows(text: str, form: str, x: torch.Tensor) -> None:
@@ -177,13 +220,16 @@ def check_requantize(source: str, target: str, form: str, x: torch.Tensor) -> No
     got = cuda_kernels.requantize(
         codes, scales, factor, src, x.shape[1], fmt, form, seed(x.device), STREAM
     )
-    assert_same(got, [as_operand(operand, form), out_factor])
+    want = operand_of(*back[:2], operand, fmt, form)
+    assert_same([written(got[0], x.shape[1], fmt, form), got[1]], [want, out_factor])
 
 
 def check_gradient(dgrad, wgrad, form: str, g: torch.Tensor, fold, sums: bool) -> None:
     formats = [t and TensorFormat.parse(t) for t in (dgrad, wgrad)]
     got = cuda_kernels.quantize_grad(g, fold, *formats, form, form, sums, seed(g.device), STREAM)
-    assert_same(got[:4], gradient_parts(g.float(), fold, formats, form))
+    operands = [written(got[i], g.shape[i // 2], formats[i // 2], form) for i in (0, 2)]
+    parts = [operands[0], got[1], operands[1], got[3]]
+    assert_same(parts, gradient_parts(g.float(), fold, formats, form))
     if sums:
         again = cuda_kernels.quantize_grad(
             g, fold, *formats, form, form, sums, seed(g.device), STREAM
@@ -201,8 +247,9 @@ def gradient_parts(g: torch.Tensor, fold, formats, form: str) -> list[torch.Tens
         if fmt is None:
             parts += [nothing, nothing]
             continue
-        values, factor = reference.split(*reference.quantize(x, fmt, bits=b.contiguous()), fmt)
-        parts += [as_operand(values, form), factor]
+        back = reference.quantize(x, fmt, bits=b.contiguous())
+        values, factor = reference.split(*back, fmt)
+        parts += [operand_of(*back[:2], values, fmt, form), factor]
     return parts
 
 

@@ -10,7 +10,7 @@ import emulated
 import kernel_cases as cases
 import pytest
 import torch
-from fp4compile.kernels import cuda_fourbit, cuda_kernels, native_library
+from fp4compile.kernels import cuda_fourbit, cuda_kernels, cuda_loader, native_library
 
 pytestmark = pytest.mark.skipif(native_library.compiler() is None, reason="no C++ compiler")
 CPU = torch.device("cpu")
@@ -80,6 +80,25 @@ def test_sizes_of_four_bit_values(exponent: int) -> None:
 def test_rows_in_other_dtypes(dtype: torch.dtype) -> None:
     cases.check_rows("nvfp4:row:fp8_exact", "e4m3", cases.matrix(37, 80, dtype, CPU))
     cases.check_rows("nvfp4:tensor:tile", "bf16", cases.matrix(37, 80, dtype, CPU))
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [("nvfp4:row", "fp4"), ("nvfp4:tensor", "bf16"), ("nvfp4:row:fp8_exact", "e4m3"),
+     ("nvfp4:tensor:tile", "fp4"), ("mxfp8:32", "mx")],
+)  # fmt: skip
+def test_rows_by_conversion_instructions(monkeypatch, text: str, form: str) -> None:
+    """What Blackwell's instructions make of them, by their model."""
+    seen = []
+
+    def launch(file, kernel, defines, *rest):
+        seen.append(kernel)
+        emulated.launch(file, kernel, (*defines, ("FP4_PTX_MODEL", 1)), *rest)
+
+    monkeypatch.setattr(cuda_loader, "launch", launch)
+    for rows, cols in ((37, 17), (70, 144)):
+        cases.check_rows(text, form, cases.matrix(rows, cols, torch.bfloat16, CPU, rows == 70))
+    assert seen
 
 
 def test_rows_longer_than_a_thread_holds(monkeypatch) -> None:
