@@ -11,6 +11,7 @@ The engine changes no specified bit: every operand holds the same values, the su
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +70,19 @@ def pad_columns(a: Tensor, columns: int) -> Tensor:
 
 
 def matmul(
-    a: Tensor, b: Tensor, engine: str, out_dtype: torch.dtype, out: Tensor | None = None
-) -> Tensor:
+    a: Tensor, b: Tensor, engine: str, out_dtype: torch.dtype, out: Tensor | None = None,
+    scale_a: Tensor | None = None, scale_b: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """a[M, K] b[N, K]^T of two operands in the engine's form, summed in FP32, as ``out_dtype``.
 
-    Contiguous, in ``out`` [M, N] if given; ambient autocast changes nothing.
+    Contiguous, in ``out`` [M, N] if given; ambient autocast changes nothing. ``scale_a`` and
+    ``scale_b``: the block scales of engines that read them beside the operands (`SCALED`).
     """
+    if engine in SCALED:
+        with torch._C._DisableAutocast():
+            result = SCALED[engine](a, b, scale_a, scale_b, out_dtype, out)
+        return result.contiguous() if out is None or result is out else out.copy_(result)
+    assert scale_a is None and scale_b is None, f"engine {engine} reads no scales"
     columns = max(a.shape[1], b.shape[1])
     a, b = pad_columns(a, columns), pad_columns(b, columns)
     with torch._C._DisableAutocast():
@@ -126,3 +134,5 @@ def _fp8(
 
 
 _MATMUL = {"reference": _reference, "bf16": _bf16, "fp8": _fp8, FP8_FAST: _fp8_fast}
+# Engines that read block scales beside the operands: (a, b, scale_a, scale_b, out_dtype, out).
+SCALED: dict[str, Callable] = {}

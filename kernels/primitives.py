@@ -388,28 +388,46 @@ def glu_grad_quantize(g, row, col, acc_g, row_g, col_g, bias_g, acc_u, row_u, co
     )
 
 
-def _fake_scaled_mm(a, b, engine, m, n, out_dtype):
+def _fake_scaled_mm(a, b, engine, m, n, out_dtype, scale_a=None, scale_b=None):
     return a.new_empty((m, n), dtype=out_dtype)
 
 
 @primitive(
-    "scaled_mm(Tensor a, Tensor b, str engine, SymInt m, SymInt n, ScalarType out_dtype) -> Tensor",
+    "scaled_mm(Tensor a, Tensor b, str engine, SymInt m, SymInt n, ScalarType out_dtype,"
+    " Tensor? scale_a=None, Tensor? scale_b=None) -> Tensor",
     _fake_scaled_mm,
 )
-def scaled_mm(a, b, engine, m, n, out_dtype):
-    """a[m, K] b[n, K]^T of two operands by ``engine``, FP32 sums, no factor applied."""
-    return engines.matmul(a, b, engine, out_dtype)
+def scaled_mm(a, b, engine, m, n, out_dtype, scale_a=None, scale_b=None):
+    """a[m, K] b[n, K]^T of two operands by ``engine``, FP32 sums, no factor applied.
+
+    ``scale_a``, ``scale_b``: block scales that ``engine`` reads beside the operands (engines.py).
+    """
+    return engines.matmul(a, b, engine, out_dtype, scale_a=scale_a, scale_b=scale_b)
 
 
 LIBRARY.define(
-    "scaled_mm.out(Tensor a, Tensor b, str engine, SymInt m, SymInt n, *, Tensor(a!) out)"
-    " -> Tensor(a!)"
+    "scaled_mm.out(Tensor a, Tensor b, str engine, SymInt m, SymInt n, Tensor? scale_a=None,"
+    " Tensor? scale_b=None, *, Tensor(a!) out) -> Tensor(a!)"
 )
 
 
-def scaled_mm_out(a, b, engine, m, n, out):
+def scaled_mm_out(a, b, engine, m, n, scale_a=None, scale_b=None, *, out):
     """`scaled_mm` into ``out`` [m, n], contiguous; Inductor calls it (inductor.py)."""
-    return engines.matmul(a, b, engine, out.dtype, out)
+    return engines.matmul(a, b, engine, out.dtype, out, scale_a, scale_b)
 
 
 LIBRARY.impl("scaled_mm.out", scaled_mm_out, "CompositeExplicitAutograd")
+
+# The same with the tensors first, as Inductor writes an extern kernel's arguments.
+LIBRARY.define(
+    "scaled_mm.scales_out(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, str engine, SymInt m,"
+    " SymInt n, *, Tensor(a!) out) -> Tensor(a!)"
+)
+
+
+def scaled_mm_scales_out(a, b, scale_a, scale_b, engine, m, n, *, out):
+    """`scaled_mm_out` of an engine that reads scales."""
+    return engines.matmul(a, b, engine, out.dtype, out, scale_a, scale_b)
+
+
+LIBRARY.impl("scaled_mm.scales_out", scaled_mm_scales_out, "CompositeExplicitAutograd")
