@@ -20,7 +20,8 @@ ops = torch.ops.fp4
 WEIGHT, ACTIVATION, STREAMS = 2, 3, 16  # the gradient's is 0
 
 
-Right = tuple[Tensor, Tensor | None]  # an operand and its factor
+# An operand, its factor, and block scales that the engine reads beside it.
+Right = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass
@@ -70,6 +71,15 @@ def parts(ready: list[Tensor] | None, weights: int) -> list[list[Tensor] | None]
 def present(fmt: TensorFormat | None, factor: Tensor) -> Tensor | None:
     """The factor of a tensor in ``fmt``; None where the format has none."""
     return factor if fmt is not None and fmt.factor else None
+
+
+def beside(
+    engine: engines.Engine, fmt: TensorFormat | None, scales: Tensor
+) -> Tensor | None:
+    """Stored scales as ``engine`` reads them beside the operand; None where it reads none."""
+    if not engine.scales or fmt is None:
+        return None
+    return scales if fmt.block == "tile" else scales.t()
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -153,11 +163,12 @@ class Layer:
         if self.scheme.fprop is None or xq is None or wq is None:
             dtype = self.out_dtype
             return Term(engines.plain(x.to(dtype), w.to(dtype).t()), bias=bias)
-        m, n = xq.codes.shape[0], wq.codes.shape[0]
-        acc = ops.scaled_mm(
-            xq.operand, wq.operand, self.engine("fprop").name, m, n, acc_dtype(self.out_dtype)
-        )
+        m, n, engine = xq.codes.shape[0], wq.codes.shape[0], self.engine("fprop")
         left, right = self.scheme.fprop
+        acc = ops.scaled_mm(
+            xq.operand, wq.operand, engine.name, m, n, acc_dtype(self.out_dtype),
+            beside(engine, left.format, xq.scales), beside(engine, right.format, wq.scales),
+        )  # fmt: skip
         return Term(acc, present(left.format, xq.factor), present(right.format, wq.factor), bias)
 
     def saved_weight(self, w: Tensor, wq: Quantized | None) -> tuple[Tensor, ...]:
@@ -214,9 +225,10 @@ class Layer:
             assert g is not None
             work = self.out_dtype
             return Term(engines.plain(g.to(work), saved[0].to(work)))
-        weight, col = right or self.right("dgrad", saved, k, seed, stream)
+        weight, col, scales = right or self.right("dgrad", saved, k, seed, stream)
         engine = self._backward_engine("dgrad")
-        acc = ops.scaled_mm(operand, weight, engine, m, k, acc_dtype(self.out_dtype))
+        own = factor if self.engine("dgrad").scales else None
+        acc = ops.scaled_mm(operand, weight, engine, m, k, acc_dtype(self.out_dtype), own, scales)
         return Term(acc, present(self.scheme.dgrad[0].format, factor), col)
 
     def wgrad(
@@ -229,33 +241,39 @@ class Layer:
             assert g is not None
             work = self.out_dtype
             return engines.plain(g.to(work).t(), saved[0].to(work)).to(dtype)
-        x, col = right or self.right("wgrad", saved, k, seed, stream)
-        acc = ops.scaled_mm(operand, x, self._backward_engine("wgrad"), n, k, acc_dtype(dtype))
+        x, col, scales = right or self.right("wgrad", saved, k, seed, stream)
+        engine = self._backward_engine("wgrad")
+        own = factor if self.engine("wgrad").scales else None
+        acc = ops.scaled_mm(operand, x, engine, n, k, acc_dtype(dtype), own, scales)
         return Term(acc, present(self.scheme.wgrad[0].format, factor), col).value(dtype)
 
     def right(
         self, name: str, saved: tuple[Tensor, ...], k: int, seed: Tensor | None, stream: int
     ) -> Right:
-        """The operand [K, reduced] beside the gradient in a backward GEMM, and its factor."""
+        """The operand [K, reduced] beside the gradient in a backward GEMM, what comes beside it."""
         stream += WEIGHT if name == "dgrad" else ACTIVATION
         gradient, op = getattr(self.scheme, name)
-        form = self.engine(name).operand
+        engine = self.engine(name)
+        form = engine.operand
         codes, scales, factor = saved
         fmt = self._format(op, name)
         if op.source == "input":
             # quantized along the reduction axis already: codes are [K, reduced]
             reduced = codes.shape[1] * 8 // BITS[fmt.format]
-            operand = ops.decode(codes, scales, str(fmt), reduced, form, False)
-            return operand, present(fmt, factor)
+            operand = codes if engine.scales else (
+                ops.decode(codes, scales, str(fmt), reduced, form, False)
+            )  # fmt: skip
+            return operand, present(fmt, factor), beside(engine, fmt, scales)
         if op.format is None:
             operand = ops.decode(codes, scales, str(fmt), k, form, True)
-            return operand, None if gradient.fold else present(fmt, factor)
+            turned = scales.t() if engine.scales else None  # of tiles
+            return operand, None if gradient.fold else present(fmt, factor), turned
         assert self.scheme.fprop is not None
         source = self.scheme.fprop[1 if name == "dgrad" else 0].format
         operand, factor = ops.requantize(
             codes, scales, factor, str(source), k, str(fmt), form, seed, stream
         )
-        return operand, present(fmt, factor)
+        return operand, present(fmt, factor), factor if engine.scales else None
 
     def needs_seed(self, need_x: bool, need_w: bool) -> bool:
         """True where a backward operand that is needed is rounded stochastically."""

@@ -17,11 +17,13 @@ FORWARD = (
     "nvfp4:row:fp8_exact", "nvfp4:tensor:fp8_exact", "nvfp4:row:four_over_six", "nvfp4:tensor",
     "nvfp4:tensor:tile", "nvfp4:row:search=1/1.5/0.9", "nvfp4:tensor:had16", "nvfp4:row:had32",
     "mxfp8:32", "mxfp8:128", "mxfp8:row", "mxfp8:32:had32", "mxfp4", "mxfp4:had32", "s2f6",
+    "fp8:128", "fp8:tile", "fp8:128:had16",
 )  # fmt: skip
 GRADIENTS = (
     ("mxfp8:row:sr", "mxfp8:row:sr"), ("mxfp8:32:sr", "mxfp8:32:sr"), ("mxfp8:128:sr", "mxfp4:sr"),
     ("nvfp4:tensor:sr", "nvfp4:tensor:sr:had16"), ("mxfp4:sr", "mxfp4:sr:had32"), ("mxfp8:32", ""),
     ("", "mxfp8:row:sr"), ("nvfp4:tensor:sr", "mxfp8:row:sr"), ("", ""), ("mxfp8:32:sr:had32", "s2f6"),
+    ("fp8:128", "fp8:128"), ("fp8:128:sr", "fp8:128:sr"), ("", "fp8:128"),
 )  # fmt: skip
 BACKWARD = (
     "mxfp8:32:sr",
@@ -30,7 +32,9 @@ BACKWARD = (
     "nvfp4:tensor:sr",
     "nvfp4:tensor:tile",
     "mxfp8:128",
+    "fp8:128",
 )
+FP8 = ("fp8:128", "fp8:tile", "fp8:128:had16")  # as an engine that reads scales takes it
 ACTS = ("gelu", "gelu_tanh", "relu", "relu2", "silu")
 
 
@@ -70,7 +74,7 @@ def forward_cases(t: Tensors, forms: tuple[str, ...] = ("f32", "bf16", "none")) 
         act, term = ACTS[i % len(ACTS)], t.terms[i % 4]
         yield "act_quantize", (*term, act, fmt, forms[0])
         yield "glu_quantize", (*term, *t.terms[(i + 1) % 4], act, fmt, forms[0])
-    for fmt in ("nvfp4:row:fp8_exact", "nvfp4:tensor:fp8_exact", "mxfp8:row"):
+    for fmt in ("nvfp4:row:fp8_exact", "nvfp4:tensor:fp8_exact", "mxfp8:row", *FP8):
         yield "quantize", (t.acc, fmt, "e4m3", False)
 
 

@@ -1,0 +1,44 @@
+"""FP8 with FP32 block scales in vectorized PyTorch: E4M3 codes, one scale for 128 elements of a row
+or for a tile of 128 x 128.
+
+A scale puts its block's largest magnitude on 448, the largest code. Formulas: docs/numerics.md,
+"FP8 blocks".
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .elements import E4M3, FLT_MAX, encode, encode_stochastic
+from .formats import TensorFormat
+
+BLOCK = 128
+
+
+def per_row(scales: Tensor, rows: int, fmt: TensorFormat) -> Tensor:
+    """Scales as stored -> [rows, Cp/128], those of tiles repeated for each of their rows."""
+    if fmt.block != "tile":
+        return scales
+    return scales.repeat_interleave(BLOCK, 0)[:rows]
+
+
+def quantize(x: Tensor, fmt: TensorFormat, bits: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """FP32 x [R, Cp], Cp a multiple of 128 -> codes uint8 [R, Cp], scales FP32, outer [0].
+
+    scales: [R, Cp/128], or [ceil(R/128), Cp/128] for tiles. ``bits``: int32 [R, Cp] for stochastic
+    rounding. A block with NaN or Inf has scale NaN and codes 0.
+    """
+    rows = x.shape[0]
+    blocks = x.unflatten(1, (x.shape[1] // BLOCK, BLOCK))
+    amax = blocks.abs().amax(-1)
+    if fmt.block == "tile":
+        tiles = torch.nn.functional.pad(amax, (0, 0, 0, -rows % BLOCK))
+        amax = tiles.unflatten(0, (tiles.shape[0] // BLOCK, BLOCK)).amax(1)
+    finite = amax.isfinite()
+    scales = torch.where(finite, amax / E4M3.top, float("nan"))
+    inverse = torch.where(finite, (1 / scales).clamp(max=FLT_MAX), 0.0)
+    y = blocks * per_row(inverse, rows, fmt)[..., None]
+    y = torch.where(per_row(finite, rows, fmt)[..., None], y, 0.0).flatten(1)
+    codes = encode(y, E4M3) if bits is None else encode_stochastic(y, bits, E4M3)
+    return codes, scales, x.new_empty(0)
