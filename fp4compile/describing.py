@@ -64,6 +64,8 @@ def describe(choice: Choice, rows: list[rewrite.Row], gm: GraphModule) -> list[D
     for asked, row, (saved, original) in zip(choice.asked, rows, sizes, strict=True):
         scheme = asked.decision.scheme
         reason = CUT if asked.cut and not row.reason else row.reason
+        if row.status == "rewritten":
+            reason = reason or _layer(asked.site, scheme).why_reference()
         full = report.Row(
             asked.place.name if asked.place is not None else row.fqn,
             row.kind, row.shape, row.scheme, row.scheme_name, row.rule,
@@ -91,10 +93,14 @@ def _dtype(site: Site) -> torch.dtype:
     return value(site.out if is_tensor(site.out) else site.x).dtype
 
 
+def _layer(site: Site, scheme: Scheme) -> Layer:
+    return Layer(scheme, _dtype(site), value(site.x).device)
+
+
 def _engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
     if row.status != "rewritten":
         return ""
-    layer = Layer(scheme, _dtype(site), value(site.x).device)
+    layer = _layer(site, scheme)
     names = [layer.engine(g).name if getattr(scheme, g) else "original" for g in GEMMS]
     return names[0] if len(set(names)) == 1 else "/".join(names)
 

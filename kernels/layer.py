@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import engines
-from .formats import BITS, Operand, Scheme, TensorFormat
+from .formats import BITS, GEMMS, Operand, Scheme, TensorFormat
 
 ops = torch.ops.fp4
 
@@ -99,6 +99,15 @@ class Layer:
         """The engine of GEMM ``name``; the original precision has none."""
         left, right = getattr(self.scheme, name)
         return engines.choose(self._format(left, name), self._format(right, name), self.device)
+
+    def why_reference(self) -> str:
+        """Why GEMMs on a GPU run in PyTorch's FP32, a line; "" where none does."""
+        found = []
+        for name in GEMMS:
+            if gemm := getattr(self.scheme, name):
+                pair = (self._format(op, name) for op in gemm)
+                found.append(engines.why_reference(*pair, self.device))
+        return next((reason for reason in found if reason), "")
 
     @property
     def stores_hidden_gradient(self) -> bool:

@@ -13,12 +13,12 @@ from fp4compile.kernels.native_library import compiler
 HERE = Path(__file__).parent
 KERNELS = {
     "rows.cu": {"quantize_rows": "Rows"},
-    "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles"},
+    "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles", "add_chunks": "Sums"},
+    "blocks.cu": {"quantize_blocks": "Blocks"},
     "hidden.cu": {"hidden_gradient": "Hidden"},
     "gradient.cu": {
         "gradient_amax": "Gradient",
         "quantize_gradient": "Gradient",
-        "add_chunks": "Sums",
     },
     "transposes.cu": dict.fromkeys(
         ("decode_rows", "decode_transpose", "requantize_amax", "requantize_transpose"), "Saved"
