@@ -36,8 +36,9 @@ def quantize(x: Tensor, fmt: TensorFormat, bits: Tensor | None) -> tuple[Tensor,
         tiles = torch.nn.functional.pad(amax, (0, 0, 0, -rows % BLOCK))
         amax = tiles.unflatten(0, (tiles.shape[0] // BLOCK, BLOCK)).amax(1)
     finite = amax.isfinite()
-    scales = torch.where(finite, amax / E4M3.top, float("nan"))
-    inverse = torch.where(finite, (1 / scales).clamp(max=FLT_MAX), 0.0)
+    # Tensors on both sides: PyTorch multiplies by the reciprocal of a number on GPUs.
+    scales = torch.where(finite, amax / torch.full_like(amax, E4M3.top), float("nan"))
+    inverse = torch.where(finite, (torch.ones_like(scales) / scales).clamp(max=FLT_MAX), 0.0)
     y = blocks * per_row(inverse, rows, fmt)[..., None]
     y = torch.where(per_row(finite, rows, fmt)[..., None], y, 0.0).flatten(1)
     codes = encode(y, E4M3) if bits is None else encode_stochastic(y, bits, E4M3)
