@@ -189,7 +189,7 @@ def _fp8_block(
     if more_n:
         b = pad(b, (0, 0, 0, more_n))
         scale_b = scale_b if tiles else pad(scale_b, (0, more_n))
-    if tiles:  # rows of scales lie on 16 bytes
+    if tiles and k // 128 % 4:  # rows of scales lie on 16 bytes
         scale_b = pad(scale_b, (0, -(k // 128) % 4))
     left = ScalingType.BlockWise1x128.value
     right = ScalingType.BlockWise128x128.value if tiles else left

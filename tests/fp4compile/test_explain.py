@@ -132,6 +132,7 @@ POLICIES = {
     "thinking-machines": policy(default="low", recipe="thinking-machines"),
     "nvidia": policy(default="low", recipe="nvidia"),
     "mxfp8": policy(default="mxfp8", recipe="mxfp8"),
+    "fp8-block": policy(default="low", recipe="fp8-block"),
     "original": policy(recipe="bf16"),
 }
 
