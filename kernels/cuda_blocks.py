@@ -39,9 +39,7 @@ def _padded(n: int) -> int:
     return cuda._ceil(n, SIDE) * SIDE
 
 
-def _launch(
-    arguments: ctypes.Structure, device: torch.device, whole: bool, **defines: int
-) -> None:
+def _launch(arguments: ctypes.Structure, device: torch.device, whole: bool, **defines: int) -> None:
     """One CTA for each tile; ``whole``: rows lie on 16-byte boundaries."""
     rows, cols = arguments.rows, arguments.cols
     full = {"FULL": int(whole and rows % SIDE == 0 and cols % SIDE == 0)}
@@ -113,7 +111,7 @@ def quantize_grad(
         return *d, *w, total
     tiles = cuda._ceil(rows, SIDE)
     part = g.new_empty((tiles, cols), dtype=torch.float32) if sums and tiles > 1 else total[None]
-    pointers = {}
+    pointers: dict[str, int] = {}
     if dgrad:
         pointers |= {"along": d[0].data_ptr(), "along_scales": d[1].data_ptr()}
     if wgrad:
@@ -123,9 +121,7 @@ def quantize_grad(
         padded_rows=_padded(rows), wide=wide, seed=cuda._pointer(seed), stream=stream,
         sums=cuda._pointer(part), **pointers,
     )  # fmt: skip
-    random = sum(
-        bit for bit, fmt in ((1, dgrad), (2, wgrad)) if fmt is not None and fmt.stochastic
-    )
+    random = sum(bit for bit, fmt in ((1, dgrad), (2, wgrad)) if fmt is not None and fmt.stochastic)
     _launch(
         arguments, g.device, wide, XD=cuda.DTYPES[x.dtype], ALONG=int(dgrad is not None),
         ACROSS=int(wgrad is not None), SUMS=int(sums), SR=random,

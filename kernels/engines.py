@@ -195,7 +195,7 @@ def _fp8_block(
     right = ScalingType.BlockWise128x128.value if tiles else left
     scales = [scale_a.contiguous().t()], [scale_b.contiguous().t()]
     e4m3 = torch.float8_e4m3fn
-    arguments = (
+    arguments: tuple = (
         a.view(e4m3), b.view(e4m3).t(), scales[0], [left], [], scales[1], [right], [], None,
         out_dtype, [], False,
     )  # fmt: skip

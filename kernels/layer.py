@@ -73,9 +73,7 @@ def present(fmt: TensorFormat | None, factor: Tensor) -> Tensor | None:
     return factor if fmt is not None and fmt.factor else None
 
 
-def beside(
-    engine: engines.Engine, fmt: TensorFormat | None, scales: Tensor
-) -> Tensor | None:
+def beside(engine: engines.Engine, fmt: TensorFormat | None, scales: Tensor) -> Tensor | None:
     """Stored scales as ``engine`` reads them beside the operand; None where it reads none."""
     if not engine.scales or fmt is None:
         return None
@@ -105,8 +103,8 @@ class Layer:
         found = []
         for name in GEMMS:
             if gemm := getattr(self.scheme, name):
-                pair = (self._format(op, name) for op in gemm)
-                found.append(engines.why_reference(*pair, self.device))
+                left, right = (self._format(op, name) for op in gemm)
+                found.append(engines.why_reference(left, right, self.device))
         return next((reason for reason in found if reason), "")
 
     @property

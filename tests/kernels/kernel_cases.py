@@ -327,7 +327,7 @@ def check_fp8_activation(act: str, gated: bool, dtype, device, shape) -> None:
 
 
 def check_fp8_poisoned(device) -> None:
-    x = matrix(137, 245, torch.float32, device)
+    x = matrix(137, 245, torch.bfloat16, device)
     with poisoned():
         for case in FP8:
             check_fp8(*case, x)

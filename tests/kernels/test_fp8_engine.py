@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 fp4 = torch.ops.fp4
 F32 = torch.float32
 SCHEME = LOW["fp8-block"]
-FROM_INPUT = "fprop(fp8:128, fp8:tile) dgrad(fp8:128:sr, input>fp8:tile) wgrad(fp8:128, input>fp8:128)"
+FROM_INPUT = (
+    "fprop(fp8:128, fp8:tile) dgrad(fp8:128:sr, input>fp8:tile) wgrad(fp8:128, input>fp8:128)"
+)
 BLOCKS, TILES = TensorFormat.parse("fp8:128"), TensorFormat.parse("fp8:tile")
 CUDA = torch.device("cuda", 0)
 
