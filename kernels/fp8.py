@@ -10,10 +10,24 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .elements import E4M3, FLT_MAX, encode, encode_stochastic
+from .elements import E4M3, FLT_MAX, decode, encode, encode_stochastic
 from .formats import TensorFormat
 
 BLOCK = 128
+
+
+def nearest(y: Tensor) -> Tensor:
+    """`elements.encode` in E4M3; on the CPU PyTorch's cast, the same bits ten times as fast."""
+    if y.device.type != "cpu":
+        return encode(y, E4M3)
+    return y.clamp(-E4M3.top, E4M3.top).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def elements(codes: Tensor) -> Tensor:
+    """`elements.decode` of E4M3; on the CPU PyTorch's cast."""
+    if codes.device.type != "cpu":
+        return decode(codes, E4M3)
+    return codes.contiguous().view(torch.float8_e4m3fn).float()
 
 
 def per_row(scales: Tensor, rows: int, fmt: TensorFormat) -> Tensor:
@@ -41,5 +55,5 @@ def quantize(x: Tensor, fmt: TensorFormat, bits: Tensor | None) -> tuple[Tensor,
     inverse = torch.where(finite, (torch.ones_like(scales) / scales).clamp(max=FLT_MAX), 0.0)
     y = blocks * per_row(inverse, rows, fmt)[..., None]
     y = torch.where(per_row(finite, rows, fmt)[..., None], y, 0.0).flatten(1)
-    codes = encode(y, E4M3) if bits is None else encode_stochastic(y, bits, E4M3)
+    codes = nearest(y) if bits is None else encode_stochastic(y, bits, E4M3)
     return codes, scales, x.new_empty(0)

@@ -83,6 +83,8 @@ def elements(codes: Tensor, fmt: TensorFormat) -> Tensor:
     """Codes -> FP32 element values [R, Cp], without any scale."""
     if fmt.format == "s2f6":
         return s2f6_decode(codes)
+    if fmt.format == "fp8":
+        return fp8.elements(codes)
     return decode(unpack(codes) if BITS[fmt.format] == 4 else codes, GRIDS[fmt.format])
 
 

@@ -101,6 +101,22 @@ def gradient_cases(t: Tensors) -> Iterator[Case]:
         yield "glu_grad", (t.g, None, t.wide, *both[:11], i % 2 == 0)
 
 
+def fp8_cases(t: Tensors) -> Iterator[Case]:
+    """Operands of an engine that reads scales beside them, which come in the factor's place."""
+    for fmt in FP8:
+        codes, scales, factor, _ = fp4.quantize(t.acc, fmt, "none", False)
+        for transpose in (False, True):
+            yield "decode", (codes, scales, fmt, t.n, "e4m3", transpose)
+        if "had" not in fmt:
+            target = ("fp8:128:sr", "e4m3", SEED, STREAM)
+            yield "requantize", (codes, scales, factor, fmt, t.n, *target)
+    for d, w in (("fp8:128", "fp8:128:sr"), ("fp8:128:sr", ""), ("", "fp8:128")):
+        forms = ("e4m3" if d else "none", "e4m3" if w else "none")
+        rest = (None, d, w, *forms, True, SEED, STREAM)
+        yield "quantize_grad", (t.g, *rest)
+        yield "act_grad_quantize", (t.g, t.row, t.col, *t.terms[0], "gelu", *rest)
+
+
 def product_cases(t: Tensors) -> Iterator[Case]:
     for out in (torch.float32, torch.bfloat16):
         other = data(9, t.n + 16, seed=8)
@@ -110,7 +126,7 @@ def product_cases(t: Tensors) -> Iterator[Case]:
 
 def every_case(t: Tensors) -> list[Case]:
     """Every primitive over every kind of format."""
-    makers = (forward_cases, saved_cases, gradient_cases, product_cases)
+    makers = (forward_cases, saved_cases, gradient_cases, fp8_cases, product_cases)
     return [case for maker in makers for case in maker(t)]
 
 

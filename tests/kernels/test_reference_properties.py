@@ -8,7 +8,7 @@ import independent
 import numpy as np
 import pytest
 import torch
-from fp4compile.kernels import elements, reference, rotation
+from fp4compile.kernels import elements, fp8, reference, rotation
 from fp4compile.kernels.errors import FormatError, InputError
 from fp4compile.kernels.formats import BLOCK, TensorFormat
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -161,6 +161,21 @@ def test_exact_values_are_e4m3_numbers(kind: str) -> None:
         values = reference.values(codes, scales, fmt)
         assert torch.equal(values.to(torch.float8_e4m3fn).float(), values)
         assert torch.equal(values.to(torch.bfloat16).float(), values)
+
+
+def test_fp8s_cast_on_the_cpu_has_the_bits_of_encode() -> None:
+    """All BF16 numbers, all E4M3 numbers, their midpoints and an ulp beside these."""
+    y = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    codes = torch.arange(256, dtype=torch.uint8)
+    grid = elements.decode(codes[:0x7F], elements.E4M3)
+    ties = (grid[1:] + grid[:-1]) / 2
+    beside = [torch.nextafter(ties, torch.tensor(v)) for v in (0.0, 1e9)]
+    for part in (y[y.isfinite()], grid, ties, *beside):
+        for signed in (part, -part):
+            assert torch.equal(fp8.nearest(signed), elements.encode(signed, elements.E4M3))
+    want = elements.decode(codes, elements.E4M3)
+    assert torch.equal(fp8.elements(codes).nan_to_num(9e9), want.nan_to_num(9e9))
+    assert torch.equal(torch.signbit(fp8.elements(codes)), torch.signbit(want))
 
 
 def test_fp8_tiles() -> None:
