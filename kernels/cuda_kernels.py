@@ -6,7 +6,7 @@
 | `decode`, `requantize` | transposes.cu | saved codes to an operand, by rows or transposed |
 | `act_grad` | hidden.cu | a chain's hidden gradient, over what it is made of, and its maxima |
 | `quantize_grad` | gradient.cu | a gradient (read twice for row scales) in both orientations |
-| `cuda_blocks` | blocks.cu | FP8 with FP32 scales: all of it, in tiles of 128 x 128 |
+| `cuda_fp8` | fp8.cu | FP8 with FP32 scales: all of it, in tiles of 128 x 128 |
 
 An operand's form is "none", "e4m3" (uint8) or "bf16". A factor is FP32 [R], [1] or [0], as
 `reference.split`. Nothing waits for the device; M, N and K are not restricted.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import cuda_blocks, cuda_kernels, cuda_loader, fallback
+from . import cuda_fp8, cuda_kernels, cuda_loader, fallback
 from .cuda_kernels import Affine
 from .formats import TensorFormat
 
@@ -21,7 +21,7 @@ def available(device: torch.device) -> bool:
 def supports(fmt: TensorFormat) -> bool:
     """Whether the kernels know ``fmt``: nearest in forward, stochastic MXFP8 for gradients, FP8."""
     if fmt.float_scales:
-        return cuda_blocks.supports(fmt)
+        return cuda_fp8.supports(fmt)
     return cuda_kernels.supports_gradient(fmt) if fmt.stochastic else cuda_kernels.supports(fmt)
 
 
@@ -32,10 +32,10 @@ def quantize_operand(
     if form == REFERENCE_FORM or (fmt.float_scales and fmt.stochastic):
         return fallback.quantize_operand(x, fmt, form, transpose)
     if fmt.float_scales:
-        if transpose and fmt.block == cuda_blocks.SIDE:
-            return cuda_blocks.quantize_transposed(x, fmt, form)
+        if transpose and fmt.block == cuda_fp8.SIDE:
+            return cuda_fp8.quantize_transposed(x, fmt, form)
         plain = (x.t() if transpose else x, None, None, None)
-        return cuda_blocks.quantize(plain, None, None, fmt, form)
+        return cuda_fp8.quantize(plain, None, None, fmt, form)
     return cuda_kernels.quantize(x.t() if transpose else x, fmt, form)
 
 
@@ -46,7 +46,7 @@ def act_quantize_operand(
     if fmt.factor == "tensor" or form == REFERENCE_FORM:
         return None
     if fmt.float_scales:
-        return cuda_blocks.quantize(term, None, act, fmt, form)
+        return cuda_fp8.quantize(term, None, act, fmt, form)
     return cuda_kernels.act_quantize(term, act, fmt, form)
 
 
@@ -57,7 +57,7 @@ def glu_quantize_operand(
     if fmt.factor == "tensor" or form == REFERENCE_FORM or gate[0].dtype != up[0].dtype:
         return None
     if fmt.float_scales:
-        return cuda_blocks.quantize(gate, up, act, fmt, form)
+        return cuda_fp8.quantize(gate, up, act, fmt, form)
     return cuda_kernels.glu_quantize(gate, up, act, fmt, form)
 
 
@@ -75,8 +75,8 @@ def requantize_operand(
     fmt: TensorFormat, form: str, seed: Tensor, stream: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decode with the factor, transpose, quantize in ``fmt`` -> operand, factor."""
-    if cuda_blocks.supports_gradient(fmt, form) and str(source) == "fp8:128":
-        return cuda_blocks.requantize(codes, scales, cols, fmt, seed, stream)
+    if cuda_fp8.supports_gradient(fmt, form) and str(source) == "fp8:128":
+        return cuda_fp8.requantize(codes, scales, cols, fmt, seed, stream)
     if source.float_scales or not cuda_kernels.supports_gradient(fmt, form):
         return fallback.requantize_operand(
             codes, scales, factors, source, cols, fmt, form, seed, stream
@@ -92,7 +92,7 @@ def gradient_operands(
     """See `primitives.quantize_grad`."""
     some = dgrad is not None or wgrad is not None
     if some and fold is None and _in_blocks(dgrad, form_d) and _in_blocks(wgrad, form_w):
-        return cuda_blocks.quantize_grad(g, dgrad, wgrad, bias_grad, seed, stream)
+        return cuda_fp8.quantize_grad(g, dgrad, wgrad, bias_grad, seed, stream)
     if not _gradient(dgrad, form_d) or not _gradient(wgrad, form_w):
         return fallback.gradient_operands(
             g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream
@@ -110,7 +110,7 @@ def act_grad(
 
 
 def _in_blocks(fmt: TensorFormat | None, form: str) -> bool:
-    return fmt is None or cuda_blocks.supports_gradient(fmt, form)
+    return fmt is None or cuda_fp8.supports_gradient(fmt, form)
 
 
 def _gradient(fmt: TensorFormat | None, form: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import cuda_blocks, cuda_kernels, cuda_loader
+from . import cuda_fp8, cuda_kernels, cuda_loader
 
 
 def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int]]]:
@@ -40,12 +40,12 @@ def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int
     ]
     groups = {
         "rows.cu": rows, "tensors.cu": tensors, "hidden.cu": hidden, "gradient.cu": gradients,
-        "transposes.cu": transposes, "blocks.cu": _blocks(),
+        "transposes.cu": transposes, "fp8.cu": _fp8(),
     }  # fmt: skip
     return [(file, defines) for file, group in groups.items() for defines in group]
 
 
-def _blocks() -> list[dict[str, int]]:
+def _fp8() -> list[dict[str, int]]:
     """Format fp8, whole tiles: rows, weights, activations, gradients, saved codes."""
     kinds = (
         {"ALONG": 1}, {"ALONG": 2}, {"ALONG": 1, "ACROSS": 1}, {"SAVED": 1, "ACROSS": 1},
@@ -53,7 +53,7 @@ def _blocks() -> list[dict[str, int]]:
         *({"ALONG": 1, "ACT": act, "TERM": term} for act in (1, 2) for term in (0, 8)),
         {"ALONG": 1, "ACT": 5, "GATED": 1},
     )  # fmt: skip
-    return [{**cuda_blocks.KINDS, "FULL": 1, **kind} for kind in kinds]
+    return [{**cuda_fp8.KINDS, "FULL": 1, **kind} for kind in kinds]
 
 
 def warm(arch: str, widths: tuple[int, ...]) -> Iterator[int]:

@@ -7,7 +7,7 @@ slows a program down a hundred times ends soon.
 from __future__ import annotations
 
 import torch
-from fp4compile.kernels import cuda_blocks
+from fp4compile.kernels import cuda_fp8
 from fp4compile.kernels import cuda_kernels as k
 from fp4compile.kernels.formats import TensorFormat
 
@@ -56,14 +56,14 @@ def run_blocks(m: int, n: int, dtype: torch.dtype) -> None:
     term = (x, torch.ones(m, device="cuda"), None, torch.ones(n, device="cuda"))
     blocks, tiles = TensorFormat("fp8"), TensorFormat("fp8", block="tile")
     for fmt in (blocks, tiles):
-        codes, scales, _, _ = cuda_blocks.quantize((x, None, None, None), None, None, fmt, "e4m3")
+        codes, scales, _, _ = cuda_fp8.quantize((x, None, None, None), None, None, fmt, "e4m3")
         k.decode(codes, scales, fmt, n, "e4m3", True)
-    cuda_blocks.quantize(term, None, "gelu", blocks, "e4m3")
-    codes, scales, _, _ = cuda_blocks.quantize(term, term, "silu", blocks, "e4m3")
+    cuda_fp8.quantize(term, None, "gelu", blocks, "e4m3")
+    codes, scales, _, _ = cuda_fp8.quantize(term, term, "silu", blocks, "e4m3")
     for rounding in ("nearest", "stochastic"):
         fmt = TensorFormat("fp8", rounding=rounding)
-        cuda_blocks.requantize(codes, scales, n, fmt, seed, 1)
-        cuda_blocks.quantize_grad(x, fmt, fmt, True, seed, 0)
+        cuda_fp8.requantize(codes, scales, n, fmt, seed, 1)
+        cuda_fp8.quantize_grad(x, fmt, fmt, True, seed, 0)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 KERNELS = {
     "rows.cu": {"quantize_rows": "Rows"},
     "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles", "add_chunks": "Sums"},
-    "blocks.cu": {"quantize_blocks": "Blocks"},
+    "fp8.cu": {"quantize_fp8": "Fp8"},
     "hidden.cu": {"hidden_gradient": "Hidden"},
     "gradient.cu": {
         "gradient_amax": "Gradient",

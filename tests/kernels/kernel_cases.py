@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fp4compile.kernels import cuda_blocks, cuda_kernels, cuda_operands, fallback, reference
+from fp4compile.kernels import cuda_fp8, cuda_kernels, cuda_operands, fallback, reference
 from fp4compile.kernels.activations import ACTIVATIONS
 from fp4compile.kernels.formats import BLOCK, TensorFormat
 from fp4compile.kernels.primitives import affine, as_operand
@@ -274,7 +274,7 @@ def check_half_unit(device) -> None:
 def check_fp8(text: str, form: str, x: torch.Tensor) -> None:
     """Rows, tiles and the transpose of x."""
     fmt = TensorFormat.parse(text)
-    assert cuda_operands.supports(fmt) and cuda_blocks.supports(fmt, form)
+    assert cuda_operands.supports(fmt) and cuda_fp8.supports(fmt, form)
     for transpose in (False, True):
         want = fallback.quantize_operand(x, fmt, form, transpose)
         got = cuda_operands.quantize_operand(x, fmt, form, transpose)

@@ -63,7 +63,7 @@ SAMPLE = (
     ),
     *(
         (
-            "blocks.cu",
+            "fp8.cu",
             {"XD": 1, "SAVED": saved, "ACT": act, "GATED": gated, "TERM": 0, "UP": 0,
              "ALONG": along, "ACROSS": across, "SUMS": across - saved, "SR": 0, "FULL": full},
         )

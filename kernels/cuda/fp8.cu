@@ -9,7 +9,7 @@
 
 using namespace fp4;
 
-struct Blocks {
+struct Fp8 {
   Term x, up;
   const u8* saved;           // [rows, padded]
   const float* saved_scales;  // [padded / 128, rows]
@@ -78,7 +78,7 @@ FP4_UNROLL
 }
 
 // Element [i][j] is row + i, col + j; zero outside.
-FP4_D void read_tile(const Blocks& a, i64 row, i64 col, float (*v)[EIGHT]) {
+FP4_D void read_tile(const Fp8& a, i64 row, i64 col, float (*v)[EIGHT]) {
 #if SAVED
   uint2 raw[EIGHT];
 FP4_UNROLL
@@ -155,7 +155,7 @@ FP4_UNROLL
 }
 
 // 256 threads: a warp has 16 rows, a lane eight rows of eight columns.
-extern "C" __global__ void __launch_bounds__(256, 2) quantize_blocks(Blocks a) {
+extern "C" __global__ void __launch_bounds__(256, 2) quantize_fp8(Fp8 a) {
   __shared__ float row_inverse[SIDE], col_inverse[SIDE];
   __shared__ float col_max[ACROSS ? EIGHT : 1][SIDE], col_sum[SUMS ? EIGHT : 1][SIDE];
   __shared__ uint2 turned[ACROSS ? SIDE : 1][16];  // [column][eight rows, moved by the column]

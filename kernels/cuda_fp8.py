@@ -1,4 +1,4 @@
-"""The CUDA kernels of format fp8 (blocks.cu) as functions of tensors, with `reference`'s bits.
+"""The CUDA kernels of format fp8 (fp8.cu) as functions of tensors, with `reference`'s bits.
 
 All write codes, which are the operand, and FP32 scales as engine fp8_block reads them: [Cp/128, R]
 for blocks of 1x128, [ceil(R/128), Cp/128] for tiles. One read of the source serves both
@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from . import cuda_kernels as cuda
-from .cuda_arguments import Blocks, Term
+from .cuda_arguments import Fp8, Term
 from .formats import TensorFormat
 
 SIDE = 128
-# What blocks.cu is compiled for, unless a launch says otherwise.
+# What fp8.cu is compiled for, unless a launch says otherwise.
 KINDS = {
     "XD": 1, "SAVED": 0, "ACT": 0, "GATED": 0, "TERM": 0, "UP": 0, "ALONG": 0, "ACROSS": 0,
     "SUMS": 0, "SR": 0, "FULL": 0,
@@ -44,7 +44,7 @@ def _launch(arguments: ctypes.Structure, device: torch.device, whole: bool, **de
     rows, cols = arguments.rows, arguments.cols
     full = {"FULL": int(whole and rows % SIDE == 0 and cols % SIDE == 0)}
     kinds, grid = {**KINDS, **full, **defines}, (cuda._ceil(rows, SIDE) * cuda._ceil(cols, SIDE), 1)
-    cuda._launch("blocks.cu", "quantize_blocks", kinds, arguments, grid, 256, device)
+    cuda._launch("fp8.cu", "quantize_fp8", kinds, arguments, grid, 256, device)
 
 
 def _results(x: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:
@@ -72,7 +72,7 @@ def quantize(
     if up is not None:
         other, _, wide_up = cuda._term(up, keep)
         wide = wide and wide_up
-    arguments = Blocks(
+    arguments = Fp8(
         x=term, up=other, rows=rows, cols=cols, padded=codes.shape[1], wide=wide,
         along=cuda._pointer(codes), along_scales=cuda._pointer(scales),
     )  # fmt: skip
@@ -116,7 +116,7 @@ def quantize_grad(
         pointers |= {"along": d[0].data_ptr(), "along_scales": d[1].data_ptr()}
     if wgrad:
         pointers |= {"across": w[0].data_ptr(), "across_scales": w[1].data_ptr()}
-    arguments = Blocks(
+    arguments = Fp8(
         x=Term(acc=x.data_ptr(), ld=x.stride(0)), rows=rows, cols=cols, padded=_padded(cols),
         padded_rows=_padded(rows), wide=wide, seed=cuda._pointer(seed), stream=stream,
         sums=cuda._pointer(part), **pointers,
@@ -140,7 +140,7 @@ def requantize(
     out = _results(codes, cols, rows)
     if rows * cols == 0:
         return out
-    arguments = Blocks(
+    arguments = Fp8(
         saved=codes.data_ptr(), saved_scales=scales.data_ptr(), rows=rows, cols=cols,
         padded=codes.shape[1], padded_rows=_padded(rows), wide=1, seed=cuda._pointer(seed),
         stream=stream, across=out[0].data_ptr(), across_scales=out[1].data_ptr(),
