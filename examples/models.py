@@ -208,7 +208,7 @@ T5, come out about ten times as large, and the loss is a BF16 number itself.
 A layer that is rewritten but in no chain runs in the policy's precision; its activation is stored.
 
 - *dropout between*: dropout 0 there makes the chain; in evaluation it is one.
-- *activation ... has no operator*: a chain has GELU (exact or tanh), ReLU, ReLU² or SiLU.
+- *activation ... has no operator*: a chain has GELU (exact, tanh or quick), ReLU, ReLU² or SiLU.
 - *autograd.Function*: a chain computes the derivative itself; `F.gelu` in its place makes one.
 - *batch of matrices (experts)*: they stay in the model's precision, an error under `strict: true`.
   A `ModuleList` of linears is rewritten; a rule with `scheme: original` says that it is meant.

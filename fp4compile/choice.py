@@ -74,10 +74,14 @@ def chain_members(gm: GraphModule) -> set[str]:
 
 
 def watch_layers(model: nn.Module, stamps: Mapping[nn.Module, Stamp]) -> None:
-    """Watch the linears of ``model`` that carry no stamp; the others are watched since they do."""
+    """Watch the linears of ``model`` that carry no stamp; the others are watched since they do.
+
+    Who copies a model after `model.compile()` expects a compiled one, which it is not.
+    """
+    in_place = any(m._compiled_call_impl is not None for m in model.modules())
     for name, module in model.named_modules():
         if module in stamps and stamping.stamp_of(module) is None:
-            watching.watch(module, stamps[module], clean_name(name))
+            watching.watch(module, stamps[module], clean_name(name), copies=in_place)
 
 
 class Choice:

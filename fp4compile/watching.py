@@ -36,6 +36,7 @@ VALUES = 32  # of a row, to compare two tensors by
 TELLING = 4  # of them must differ from the linear's output, and must not be 0
 TRIES = 8  # runs without an autograd graph in which a layer's values are compared
 KEY = "fp4_layer"
+MARK = "_fp4_watched"  # (name, stamp) in a watched module, for its copies
 
 
 @dataclass
@@ -74,14 +75,19 @@ _watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionar
 _state = _State()
 
 
-def watch(module: nn.Module, stamp: Stamp, name: str) -> None:
-    """Notice when ``module`` runs eagerly although ``stamp`` names it."""
+def watch(module: nn.Module, stamp: Stamp, name: str, copies: bool = False) -> None:
+    """Notice when ``module`` runs eagerly although ``stamp`` names it.
+
+    ``copies``: unstamped copies of it, too, by a mark that is copied with the module.
+    """
     if _state.quiet:
         return
     known = _watches.get(module)
     if known is None or known.stamp != stamp:
         chain = known.in_chain if known is not None else None
         _watches[module] = Watch(name, stamp, chain)
+        if copies:
+            module.__dict__[MARK] = name, stamp
     if not stamp.original and _after not in module._forward_hooks.values():
         module.register_forward_hook(_after)
 
@@ -126,13 +132,14 @@ def own_frame(compiled: Callable) -> Callable:
 
 
 def _watch_of(module: nn.Module) -> Watch | None:
-    """The watch; that of a copied or unpickled module is made from its stamp."""
+    """The watch; that of a copied or unpickled module is made from its stamp or its mark."""
     if module not in _watches:
         from .stamping import name_of, stamp_of
 
-        stamp = stamp_of(module)
+        name, stamp = module.__dict__.get(MARK, ("", None))
+        stamp = stamp_of(module) or stamp
         if stamp is not None:
-            _watches[module] = Watch(name_of(module) or type(module).__name__, stamp)
+            _watches[module] = Watch(name_of(module) or name or type(module).__name__, stamp)
     return _watches.get(module)
 
 

@@ -17,6 +17,7 @@ aten = torch.ops.aten
 # last elements of a share that fill no vector register go through scalar code, which rounds exp and
 # tanh differently.
 SHARE, ALONE = 1 << 15, 1 << 14
+QUICK = 1.702  # z * sigmoid(1.702 z) is the sigmoid form of GELU (arXiv 1606.08415), CLIP's
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,10 @@ class Activation:
 def _relu_backward(g: Tensor, z: Tensor) -> Tensor:
     # not g * (z > 0): an infinite gradient of a dead unit must stay dead.
     return aten.threshold_backward(g, z, 0)
+
+
+def _quick_gelu_backward(g: Tensor, z: Tensor) -> Tensor:
+    return g * aten.silu_backward(torch.ones_like(z), QUICK * z)
 
 
 def evaluate(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
@@ -60,4 +65,5 @@ ACTIVATIONS: dict[str, Activation] = {
         lambda z: F.relu(z).square(), lambda g, z: _relu_backward(g * (2 * F.relu(z)), z)
     ),
     "silu": Activation(F.silu, lambda g, z: aten.silu_backward(g, z)),
+    "quick_gelu": Activation(lambda z: z * torch.sigmoid(QUICK * z), _quick_gelu_backward),
 }

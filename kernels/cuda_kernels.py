@@ -27,7 +27,9 @@ from .formats import BITS, BLOCK, TensorFormat
 
 FORMS = {"none": 0, "e4m3": 1, "bf16": 2}
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-ACTS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "silu": 5}
+ACTS: dict[str | None, int] = {
+    None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "silu": 5, "quick_gelu": 6,
+}  # fmt: skip
 MODES: dict = {"None": 0, "four_over_six": 1, "fp8_exact": 2, 32: 3, "row": 4, "half": 5}
 # Warps of a CTA side by side over columns; rows of tiles that transposes work on together.
 GRADIENT_ACROSS, TRANSPOSE_ACROSS, TRANSPOSE_GROUP = 2, 1, 16

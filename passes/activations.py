@@ -36,9 +36,9 @@ SUPPORTED: dict[str, Function] = {
     "relu": lambda x: max(x, 0.0),
     "relu2": lambda x: max(x, 0.0) ** 2,
     "silu": lambda x: x * _sigmoid(x),
+    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
 }
 UNSUPPORTED: dict[str, Function] = {
-    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
     "relu6": lambda x: min(max(x, 0.0), 6.0),
     "leaky_relu": lambda x: x if x > 0 else 0.01 * x,
     "elu": lambda x: x if x > 0 else math.expm1(x),

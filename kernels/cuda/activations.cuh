@@ -5,7 +5,9 @@
 
 namespace fp4 {
 
-enum Act { IDENTITY, GELU, GELU_TANH, RELU, RELU2, SILU };
+constexpr float QUICK = 1.702f;  // z * sigmoid(1.702 z)
+
+enum Act { IDENTITY, GELU, GELU_TANH, RELU, RELU2, SILU, QUICK_GELU };
 
 FP4_D float tanh_fast(float x) {
 #ifdef FP4_EMULATE
@@ -41,7 +43,7 @@ FP4_D float activate(float z) {
   }
   if (A == RELU) return z > 0 || z != z ? z : 0.0f;
   if (A == RELU2) return z > 0 || z != z ? mul(z, z) : 0.0f;
-  if (A == SILU) return mul(z, sigmoid(z));
+  if (A == SILU || A == QUICK_GELU) return mul(z, sigmoid(A == SILU ? z : mul(z, QUICK)));
   return z;
 }
 
@@ -55,9 +57,9 @@ FP4_D float activate_grad(float g, float z) {
   }
   if (A == RELU) return z > 0 || z != z ? g : 0.0f;
   if (A == RELU2) return z > 0 || z != z ? mul(g, mul(2.0f, z)) : 0.0f;
-  if (A == SILU) {
-    const float s = sigmoid(z);
-    return mul(mul(g, s), fused(z, sub(1.0f, s), 1.0f));
+  if (A == SILU || A == QUICK_GELU) {
+    const float u = A == SILU ? z : mul(z, QUICK), s = sigmoid(u);
+    return mul(mul(g, s), fused(u, sub(1.0f, s), 1.0f));
   }
   return g;
 }

@@ -77,7 +77,7 @@ def test_half_unit() -> None:
     cases.check_half_unit(GPU)
 
 
-@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "relu", "relu2", "silu"])
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "relu", "relu2", "silu", "quick_gelu"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_activations(act: str, dtype: torch.dtype) -> None:
     for shape in ((9, 80), (130, 2048)):

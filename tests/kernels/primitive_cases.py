@@ -35,7 +35,7 @@ BACKWARD = (
     "fp8:128",
 )
 FP8 = ("fp8:128", "fp8:tile", "fp8:128:had16")  # as an engine that reads scales takes it
-ACTS = ("gelu", "gelu_tanh", "relu", "relu2", "silu")
+ACTS = ("gelu", "gelu_tanh", "relu", "relu2", "silu", "quick_gelu")
 
 
 class Tensors:

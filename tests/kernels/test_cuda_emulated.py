@@ -123,7 +123,7 @@ def test_half_unit() -> None:
     cases.check_half_unit(CPU)
 
 
-@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "relu", "relu2", "silu"])
+@pytest.mark.parametrize("act", ["gelu", "gelu_tanh", "relu", "relu2", "silu", "quick_gelu"])
 def test_activations(act: str) -> None:
     cases.check_activation(act, act == "silu", torch.float32, CPU)
     cases.check_act_grad(act, act == "silu", torch.float32, CPU)

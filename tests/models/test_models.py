@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "tests" / "passes")]
 
 import models  # noqa: E402
+from fp4compile.kernels import fallback, primitives  # noqa: E402
 from fp4compile.passes.rewrite import rewrite  # noqa: E402
 from model_zoo import MODELS  # noqa: E402
 from pass_capture import everything, make_exact  # noqa: E402
@@ -88,6 +90,54 @@ def test_inductors_code_gives_eagers_numbers(name):
     assert found.loss < 2e-5
     # T5's large activations: most batches have a value at a boundary between two codes.
     assert found.median < (1e-5 if name == "ViT (timm)" else 2e-3)
+
+
+PRIMITIVES = (
+    "quantize", "act_quantize", "glu_quantize", "decode", "requantize",
+    "quantize_grad", "act_grad_quantize", "glu_grad_quantize",
+)  # fmt: skip
+
+
+@contextmanager
+def recorded(calls):
+    """Append (name, function, arguments, results) of every primitive that runs meanwhile."""
+
+    def recorder(name, function):
+        def run(*args):
+            args = [a.clone() if isinstance(a, torch.Tensor) else a for a in args]
+            out = function(*args)
+            results = [out] if isinstance(out, torch.Tensor) else out
+            calls.append((name, function, args, [r.clone() for r in results]))
+            return out
+
+        return run
+
+    library = torch.library.Library("fp4", "IMPL")
+    try:
+        for name in PRIMITIVES:
+            library.impl(name, recorder(name, getattr(primitives, name)), "CPU")
+        yield
+    finally:
+        library._destroy()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_codes_in_bf16_are_the_references_op_by_op(name, monkeypatch):
+    """Whatever Inductor hands to an operator: codes, scales, factors, operands and bias gradients."""
+    task, batches = models.load(name)
+    task = task._replace(model=task.model.bfloat16())
+    calls: list = []
+    with recorded(calls):
+        models.train_steps(task, [models.in_bfloat16(batches[0])], models.ALL)
+    assert {"quantize", "quantize_grad"} & {n for n, *_ in calls} and len(calls) >= 6
+    monkeypatch.setattr(fallback, "native_for", lambda device: None)
+    for primitive, function, args, results in calls:
+        again = function(*args)
+        again = [again] if isinstance(again, torch.Tensor) else again
+        assert len(again) == len(results)
+        for i, (got, want) in enumerate(zip(results, again)):
+            same = got.dtype == want.dtype and torch.equal(got, want)
+            assert same, f"{primitive}, result {i} of {args[0].dtype} {tuple(args[0].shape)}"
 
 
 def test_differences_are_seen():

@@ -34,6 +34,7 @@ ACTS = {
     "relu": F.relu,
     "relu2": lambda x: F.relu(x).square(),
     "silu": F.silu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
 
 

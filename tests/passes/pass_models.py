@@ -149,6 +149,7 @@ SPELLINGS = {
     "relu**2": (lambda x: torch.relu(x) ** 2, "relu2"),
     "r*r": (lambda x: (lambda r: r * r)(F.relu(x)), "relu2"),
     "F.silu": (F.silu, "silu"),
+    "QuickGELU": (lambda x: x * torch.sigmoid(1.702 * x), "quick_gelu"),
     "x*sigmoid": (lambda x: x * torch.sigmoid(x), "silu"),
     "x/(1+exp)": (lambda x: x / (1 + torch.exp(-x)), "silu"),
 }

@@ -190,16 +190,19 @@ def test_a_copy_of_what_torch_compile_returns_is_compiled(copied, ran):
     assert set(schemes(twin).values()) == {"low"} and twin.head.weight is not net.head.weight
 
 
+@pytest.mark.parametrize("stamped", [True, False])
 @pytest.mark.parametrize("copied", [copy.deepcopy, unpickled, loaded])
-def test_a_copy_of_a_model_compiled_in_place_says_that_it_is_not_compiled(copied):
-    """PyTorch leaves the compiled call behind; stamps go along, so that the layers are named."""
+def test_a_copy_of_a_model_compiled_in_place_says_that_it_is_not_compiled(copied, stamped):
+    """PyTorch leaves the compiled call behind; what the layers were goes along."""
     net = Net(1)
-    fp4.apply(net, LOW)
-    net.compile(backend="fp4", options={"compiler": "eager"})
+    if stamped:
+        fp4.apply(net, LOW)
+    options = {"compiler": "eager"} if stamped else EAGER
+    net.compile(backend="fp4", options=options)
     wanted = net(X)
     twin = copied(net)
     with precision_warnings() as texts:
         twin(X)
     assert any("'head' ran outside every compiled graph" in text for text in texts)
-    twin.compile(backend="fp4", options={"compiler": "eager"})
+    twin.compile(backend="fp4", options=options)
     assert torch.equal(twin(X), wanted)
