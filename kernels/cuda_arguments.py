@@ -19,6 +19,14 @@ Rows = _struct(
     "Rows", "x", "up", "#rows", "#cols", "#padded",
     "amax", "codes", "scales", "outer", "operand", x=Term, up=Term,
 )  # fmt: skip
+Blocks = _struct(
+    "Blocks", "x", "up", "#rows", "#cols", "#padded", "#wide", "#shift",
+    "amax", "codes", "scales", "outer", "operand", "seed", "#stream", x=Term, up=Term,
+)  # fmt: skip
+Columns = _struct(
+    "Columns", "x", "fold", "#ld", "#rows", "#cols", "#padded", "#padded_rows", "#chunk", "amax",
+    "seed", "#stream", "codes", "scales", "outer", "operand", "sums",
+)  # fmt: skip
 Amax = _struct("Amax", "x", "#rows", "#cols", "#ld", "#wide", "amax")
 Tiles = _struct(
     "Tiles", "x", "#rows", "#cols", "#padded", "#ld", "#wide",

@@ -25,14 +25,23 @@ KINDS = {
 FORM = "e4m3"  # the only form of the operand; codes need none ("none")
 
 
-def supports(fmt: TensorFormat, form: str = FORM) -> bool:
-    """Whether the kernels know ``fmt`` and write the operand ``form``."""
-    return fmt.float_scales and fmt.rotation is None and form in (FORM, "none")
+def knows(fmt: TensorFormat) -> bool:
+    """Whether this module has the format, whatever its rounding."""
+    return fmt.float_scales and fmt.rotation is None
 
 
-def supports_gradient(fmt: TensorFormat | None, form: str = FORM) -> bool:
-    """Whether `quantize_grad` and `requantize` can write ``fmt`` in ``form``."""
-    return fmt is None or (supports(fmt) and fmt.block == SIDE and form == FORM)
+def supports(fmt: TensorFormat, form: str) -> bool:
+    """Whether `quantize` (nearest) knows ``fmt`` and writes the operand ``form``."""
+    return knows(fmt) and not fmt.stochastic and form in (FORM, "none")
+
+
+def supports_gradients(
+    dgrad: TensorFormat | None, wgrad: TensorFormat | None, form_d: str, form_w: str
+) -> bool:
+    """Whether `quantize_grad` can write these formats in these forms; `requantize`, the first."""
+    sides = [(f, form) for f, form in ((dgrad, form_d), (wgrad, form_w)) if f is not None]
+    known = all(knows(f) and f.block == SIDE and form == FORM for f, form in sides)
+    return known and len(sides) > 0
 
 
 def _padded(n: int) -> int:
@@ -85,10 +94,12 @@ def quantize(
     return codes, scales if tile else scales.t(), nothing, operand
 
 
-def quantize_transposed(
-    x: Tensor, fmt: TensorFormat, form: str
+def quantize_either(
+    x: Tensor, fmt: TensorFormat, form: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`quantize` of the transpose of x [R, C]: blocks along its columns."""
+    """`quantize` of x [R, C] itself, or of its transpose: blocks along its columns."""
+    if not transpose or fmt.block == "tile":
+        return quantize((x.t() if transpose else x, None, None, None), None, None, fmt, form)
     nothing, _, codes, scales, _ = quantize_grad(x, None, fmt, False, None, 0)
     return codes, scales.t(), nothing, nothing.clone() if form == "none" else codes
 

@@ -8,6 +8,8 @@
 | `quantize_grad` | gradient.cu | a gradient (read twice for row scales) in both orientations |
 | `cuda_fp8` | fp8.cu | FP8 with FP32 scales: all of it, in tiles of 128 x 128 |
 
+NVFP4 with one outer scale for the tensor, and MXFP4: `cuda_fourbit`.
+
 An operand's form is "none", "e4m3" (uint8) or "bf16". A factor is FP32 [R], [1] or [0], as
 `reference.split`. Nothing waits for the device; M, N and K are not restricted.
 """
@@ -283,9 +285,9 @@ def _quantize_tiles(x: Tensor, amax: Tensor | None, form: str):
 
 
 def _source(fmt: TensorFormat) -> int:
-    if fmt.block == "row" or fmt.float_scales:
-        return 2
-    return 0 if fmt.format == "nvfp4" else 1
+    if fmt.float_scales:
+        return 2  # the codes alone
+    return {"nvfp4": 0, "mxfp4": 3}.get(fmt.format, 2 if fmt.block == "row" else 1)
 
 
 def _saved(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int) -> dict:
@@ -311,7 +313,7 @@ def decode(
 ) -> Tensor:
     """The operand of saved codes, exactly: [R, Cp], or [cols, R padded to the block with zeros].
 
-    ``form`` "e4m3" needs a format that is exact in it. NVFP4 and MXFP8; FP8's codes alone.
+    ``form`` "e4m3" needs a format that is exact in it. NVFP4, MXFP4, MXFP8; FP8's codes alone.
     """
     codes, scales = codes.contiguous(), scales.contiguous()
     fields = _saved(codes, scales, fmt, cols)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import cuda_fp8, cuda_kernels, cuda_loader
+from . import cuda_fourbit, cuda_fp8, cuda_kernels, cuda_loader
 
 
 def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int]]]:
@@ -33,14 +33,25 @@ def variants(widths: tuple[int, ...] = (4096,)) -> list[tuple[str, dict[str, int
     transposes = [
         {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr, "FACTOR": factor, "BIG": 0,
          "ACROSS": 1}
-        for source in (0, 1, 2)
+        for source in (0, 1, 2, 3)
         for form, mode, sr, factor in (
             (1, 1, 0, 0), (2, 1, 0, 0), (1, 1, 1, 1), (2, 1, 1, 1), (2, 2, 1, int(source != 1))
         )
+        if source < 3 or form == 2
     ]
+    blocks = [
+        {"XD": 1, "MX": mx, "SR": sr, "CODES": 1 - sr, "OPERAND": 2, "ACT": 0, "GATED": 0,
+         "TERM": 0, "UP": 0, "WIDE": 1, "BIG": 0}
+        for mx in (0, 1) for sr in (0, 1)
+    ]  # fmt: skip
+    columns = [
+        {"XD": 1, "MX": mx, "SR": sr, "ROT": rotation, "FORM": 2 * sr, "FOLD": 0, "SUMS": sums,
+         "ALIGNED": 1, "BIG": 0, "ACROSS": cuda_fourbit.COLUMNS_ACROSS}
+        for mx, rotation in ((0, 16), (1, 32), (1, 0)) for sr, sums in ((0, 0), (1, 0), (1, 1))
+    ]  # fmt: skip
     groups = {
         "rows.cu": rows, "tensors.cu": tensors, "hidden.cu": hidden, "gradient.cu": gradients,
-        "transposes.cu": transposes, "fp8.cu": _fp8(),
+        "transposes.cu": transposes, "blocks.cu": blocks, "columns.cu": columns, "fp8.cu": _fp8(),
     }  # fmt: skip
     return [(file, defines) for file, group in groups.items() for defines in group]
 

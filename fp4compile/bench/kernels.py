@@ -17,6 +17,7 @@ EXACT, FP32_SEARCH = "nvfp4:row:fp8_exact:half", "nvfp4:row:fp8_exact"
 PLAIN, SEARCH = "nvfp4:row", "nvfp4:row:four_over_six"
 ROW, B32 = "mxfp8:row:sr", "mxfp8:32:sr"
 FP8, TILE = "fp8:128", "fp8:tile"
+NVIDIA, MXFP4 = ("nvfp4:tensor", "had16"), ("mxfp4", "had32")
 Case = tuple[str, Callable[[], object], float]
 
 
@@ -67,6 +68,40 @@ def cases(m: int, k: int) -> Iterator[Case]:
     )
     yield from _decodes(x, seed)
     yield from _blocks(x)
+    for name, (fmt, rotation) in (("nvidia", NVIDIA), ("mxfp4", MXFP4)):
+        yield from _four_bit(name, fmt, rotation, x, seed)
+
+
+def _four_bit(name: str, fmt: str, rotation: str, x: Tensor, seed: Tensor) -> Iterator[Case]:
+    """What the recipes ``name`` run; NVFP4 reads its input a second time for the maximum."""
+    rotated, drawn = f"{fmt}:{rotation}", f"{fmt}:sr"
+    both = f"{drawn}:{rotation}"
+    codes, scales, _, _ = fp4.quantize(x, rotated, "none", True)
+    yield (
+        f"{name}: rows, + BF16",
+        lambda: fp4.quantize(x, fmt, "bf16", False),
+        4 + stored(fmt),
+    )
+    yield (
+        f"{name}: rotated columns",
+        lambda: fp4.quantize(x, rotated, "none", True),
+        2 + stored(fmt),
+    )
+    yield (
+        f"{name}: gradient along rows, + BF16",
+        lambda: fp4.quantize_grad(x, None, drawn, "", "bf16", "none", False, seed, 0),
+        4,
+    )
+    yield (
+        f"{name}: gradient along rotated columns, + BF16",
+        lambda: fp4.quantize_grad(x, None, "", both, "none", "bf16", False, seed, 0),
+        4,
+    )
+    yield (
+        f"{name}: decode to BF16",
+        lambda: fp4.decode(codes, scales, rotated, x.shape[0], "bf16", False),
+        2 + stored(fmt),
+    )
 
 
 def _decodes(x: Tensor, seed: Tensor) -> Iterator[Case]:

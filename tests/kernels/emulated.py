@@ -13,6 +13,8 @@ from fp4compile.kernels.native_library import compiler
 HERE = Path(__file__).parent
 KERNELS = {
     "rows.cu": {"quantize_rows": "Rows"},
+    "blocks.cu": {"term_amax": "Blocks", "quantize_blocks": "Blocks"},
+    "columns.cu": {"columns_amax": "Columns", "quantize_columns": "Columns"},
     "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles", "add_chunks": "Sums"},
     "fp8.cu": {"quantize_fp8": "Fp8"},
     "hidden.cu": {"hidden_gradient": "Hidden"},

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fp4compile.kernels import cuda_fp8, cuda_kernels, cuda_operands, fallback, reference
+from fp4compile.kernels import (
+    cuda_fourbit,
+    cuda_fp8,
+    cuda_kernels,
+    cuda_operands,
+    fallback,
+    reference,
+)
 from fp4compile.kernels.activations import ACTIVATIONS
 from fp4compile.kernels.formats import BLOCK, TensorFormat
 from fp4compile.kernels.primitives import affine, as_operand
@@ -46,12 +53,28 @@ DECODE = [
     ("mxfp8:32", "bf16"),
     ("mxfp8:row", "e4m3"),
     ("mxfp8:row", "bf16"),
+    ("mxfp4", "bf16"),
 ]
 REQUANTIZE = [
+    ("mxfp4", "mxfp8:32:sr", "bf16"),
     ("nvfp4:row:four_over_six", "mxfp8:32:sr", "bf16"),
     ("nvfp4:tensor", "mxfp8:row:sr", "e4m3"),
     ("mxfp8:row", "mxfp8:row:sr", "e4m3"),
     ("mxfp8:32", "mxfp8:32:sr", "bf16"),
+]
+# 4-bit formats that couple nothing along a row: along rows, and of the transpose.
+FOUR_BIT = ["nvfp4:tensor", "mxfp4"]
+TRANSPOSED = ["nvfp4:tensor:had16", "mxfp4:had32", "nvfp4:tensor", "mxfp4", "nvfp4:tensor:had32", "mxfp4:had16"]
+FOUR_BIT_GRADIENTS = [
+    ("nvfp4:tensor:sr", "nvfp4:tensor:sr:had16"),
+    ("mxfp4:sr", "mxfp4:sr:had32"),
+    ("nvfp4:tensor:sr", "nvfp4:tensor:sr"),
+    ("mxfp4:sr", "mxfp4:sr"),
+    ("nvfp4:tensor", "nvfp4:tensor:had32"),
+    ("mxfp8:32:sr", "mxfp4:sr:had16"),
+    ("mxfp4", None),
+    (None, "nvfp4:tensor:sr:had32"),
+    ("nvfp4:tensor:sr", "mxfp8:32:sr"),
 ]
 SHAPES = [(1, 1), (37, 17), (5, 48), (70, 144), (130, 272), (0, 32), (3, 0)]
 STREAM = 3
@@ -83,6 +106,13 @@ def check_poisoned(device) -> None:
             check_requantize(source, target, form, x)
         for case in GRADIENTS:
             check_gradient(*case, x, None, True)
+        for text in FOUR_BIT:
+            check_four_bit(text, x)
+        few = slice(0 if x.is_cuda else 2, 4)  # on the host each costs a compilation
+        for text in TRANSPOSED[few]:
+            check_transposed(text, x)
+        for pair in FOUR_BIT_GRADIENTS[few]:
+            check_four_bit_gradient(*pair, x, None)
         check_activation("gelu", True, torch.float32, device)
         check_act_grad("silu", True, torch.float32, device)
 
@@ -186,6 +216,54 @@ def gradient_parts(g: torch.Tensor, fold, formats, form: str) -> list[torch.Tens
         values, factor = reference.split(*reference.quantize(x, fmt, bits=b.contiguous()), fmt)
         parts += [as_operand(values, form), factor]
     return parts
+
+
+def check_four_bit(text: str, x: torch.Tensor, forms=("bf16",)) -> None:
+    fmt = TensorFormat.parse(text)
+    for form in forms:
+        assert cuda_fourbit.supports(fmt, form, False)
+        assert_same(cuda_operands.quantize_operand(x, fmt, form, False), wanted(x, fmt, form))
+
+
+def check_transposed(text: str, x: torch.Tensor, form: str = "none") -> None:
+    """Codes, scales and factor of the transpose, and what decoding them gives."""
+    fmt = TensorFormat.parse(text)
+    assert cuda_fourbit.supports(fmt, form, True)
+    got = cuda_operands.quantize_operand(x, fmt, form, True)
+    assert_same(got, wanted(x.t(), fmt, form))
+
+
+def check_four_bit_gradient(dgrad, wgrad, g: torch.Tensor, fold, sums: bool = False):
+    """Both orientations are the reference's; returns all five results."""
+    formats = [t and TensorFormat.parse(t) for t in (dgrad, wgrad)]
+    sides = [cuda_operands._side(f, "bf16", bool(i)) for i, f in enumerate(formats)]
+    assert cuda_fourbit in sides and fallback not in sides
+    arguments = (g, fold, *formats, "bf16", "bf16", sums, seed(g.device), STREAM)
+    got, want = (m.gradient_operands(*arguments) for m in (cuda_operands, fallback))
+    assert_same(got[:4], want[:4])
+    torch.testing.assert_close(got[4], want[4], equal_nan=True, rtol=1e-4, atol=1e-2)
+    return got
+
+
+def check_four_bit_activation(text: str, act: str, gated: bool, dtype, device, shape) -> None:
+    """As `check_activation`, for formats whose maximum is that of the activation's tensor."""
+    fmt = TensorFormat.parse(text)
+    gate, up = terms(*shape, dtype, device), terms(shape[0], shape[1] + 1, dtype, device)
+    up = (up[0][:, :-1], up[1], None, None)
+    h = ACTIVATIONS[act].forward(affine(*gate))
+    if gated:
+        h = h * affine(*up)
+        got = cuda_operands.glu_quantize_operand(gate, up, act, fmt, "bf16")
+    else:
+        got = cuda_operands.act_quantize_operand(gate, act, fmt, "bf16")
+    codes, scales, factor, operand = got
+    want = wanted(h, fmt, "bf16")
+    torch.testing.assert_close(factor, want[2], rtol=3e-5, atol=0)
+    same_scale = (scales == want[1]).float().mean()
+    wrong = (operand.float() != want[3].float()).float().mean()
+    assert same_scale >= 0.97 and wrong <= 0.03, (same_scale, wrong)
+    values = reference.split(codes, scales, factor, fmt)[0]
+    assert_same([operand], [values.to(torch.bfloat16)])
 
 
 def terms(m: int, n: int, dtype, device):

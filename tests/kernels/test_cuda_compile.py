@@ -10,7 +10,7 @@ from pathlib import Path
 import emulated
 import pytest
 import torch
-from fp4compile.kernels import cuda_kernels, cuda_loader, cuda_variants
+from fp4compile.kernels import cuda_fourbit, cuda_kernels, cuda_loader, cuda_variants
 from fp4compile.kernels.formats import TensorFormat
 from typer.testing import CliRunner
 
@@ -39,6 +39,31 @@ SAMPLE = (
         "rows.cu",
         {"XD": 2, "MODE": 4, "OPERAND": 2, "ACT": 1, "GATED": 0, "TERM": 1, "UP": 0, "BLOCKS": 1,
          "WIDE": 0, "STAGES": 1, "CTAS": 2, "THREADS": 64, "FULL": 0},
+    ),
+    (
+        "blocks.cu",
+        {"XD": 1, "MX": 0, "SR": 1, "CODES": 0, "OPERAND": 2, "ACT": 0, "GATED": 0, "TERM": 0,
+         "UP": 0, "WIDE": 1, "BIG": 0},
+    ),
+    (
+        "blocks.cu",
+        {"XD": 0, "MX": 1, "SR": 0, "CODES": 1, "OPERAND": 2, "ACT": 5, "GATED": 1, "TERM": 3,
+         "UP": 11, "WIDE": 0, "BIG": 0},
+    ),
+    (
+        "columns.cu",
+        {"XD": 1, "MX": 0, "SR": 0, "ROT": 16, "FORM": 0, "FOLD": 0, "SUMS": 0, "ALIGNED": 1,
+         "BIG": 0, "ACROSS": 2},
+    ),
+    (
+        "columns.cu",
+        {"XD": 1, "MX": 0, "SR": 1, "ROT": 16, "FORM": 2, "FOLD": 0, "SUMS": 1, "ALIGNED": 1,
+         "BIG": 0, "ACROSS": 2},
+    ),
+    (
+        "columns.cu",
+        {"XD": 1, "MX": 1, "SR": 1, "ROT": 32, "FORM": 2, "FOLD": 0, "SUMS": 0, "ALIGNED": 1,
+         "BIG": 0, "ACROSS": 2},
     ),
     ("tensors.cu", {"XD": 1, "OPERAND": 2}),
     (
@@ -136,8 +161,15 @@ def test_row_variants_are_those_of_the_launch(monkeypatch) -> None:
     monkeypatch.setattr(cuda_loader, "launch", lambda f, k, defines, *rest: asked.append(defines))
     x = torch.zeros(2, 4096, dtype=torch.bfloat16)
     cuda_kernels.quantize(x, TensorFormat.parse("nvfp4:row:fp8_exact:half"), "e4m3")
+    for text in ("nvfp4:tensor", "mxfp4"):
+        fmt, drawn = (TensorFormat.parse(text + end) for end in ("", ":sr"))
+        cuda_fourbit.quantize(x, fmt, "bf16")
+        cuda_fourbit.row_gradient(x, drawn, "bf16", x, 0)
+    cuda_fourbit.quantize_transposed(x, TensorFormat.parse("nvfp4:tensor:had16"))
+    drawn = TensorFormat.parse("mxfp4:sr:had32")
+    cuda_fourbit.column_gradient(x, None, drawn, "bf16", True, x, 0)
     known = {tuple(sorted(d.items())) for _, d in cuda_variants.variants()}
-    assert asked and all(tuple(sorted(d)) in known for d in asked)
+    assert len(asked) > 8 and all(tuple(sorted(d)) in known for d in asked)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
