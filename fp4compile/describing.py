@@ -92,19 +92,25 @@ def _dtype(site: Site) -> torch.dtype:
     return value(site.out if is_tensor(site.out) else site.x).dtype
 
 
+def _layer(site: Site, scheme: Scheme) -> Layer:
+    return Layer(scheme, _dtype(site), value(site.x).device)
+
+
 def _engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
     if row.status != "rewritten":
         return ""
-    layer = Layer(scheme, _dtype(site), value(site.x).device)
+    layer = _layer(site, scheme)
     names = [layer.engine(g).name if getattr(scheme, g) else "original" for g in GEMMS]
     return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
 def _other_engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
-    """Which GEMMs a GPU with block-scaled tensor cores runs without them, and why."""
+    """Which GEMMs of a GPU do not run on the tensor cores that their formats are for, and why."""
     if row.status != "rewritten":
         return ""
-    layer = Layer(scheme, _dtype(site), value(site.x).device)
+    layer = _layer(site, scheme)
+    if missing := layer.why_reference():
+        return missing
     why = {name: layer.why_not(name) for name in GEMMS if getattr(scheme, name)}
     notes = [f"{name} by {layer.engine(name).name}: {text}" for name, text in why.items() if text]
     return "; ".join(notes)

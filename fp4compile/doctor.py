@@ -112,7 +112,7 @@ def _kernels() -> Found:
 
 
 def _engines() -> Found:
-    from .kernels.engines import choose
+    from .kernels.engines import choose, why_reference
     from .policy import Policy, recipes
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -122,7 +122,9 @@ def _engines() -> Found:
             continue
         left, right = (operand.format for operand in scheme.fprop)
         assert left is not None and right is not None
-        yield "ok", f"{name}: forward GEMM by engine {choose(left, right, device).name}"
+        reason = why_reference(left, right, device)
+        engine = choose(left, right, device).name + (f" ({reason})" if reason else "")
+        yield "ok", f"{name}: forward GEMM by engine {engine}"
     yield from _block_scaled()
 
 

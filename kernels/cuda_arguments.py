@@ -41,6 +41,11 @@ Gradient = _struct(
     "Gradient", "g", "fold", "#ld", "#rows", "#cols", "#padded", "#padded_rows", "#chunk", "#wide",
     "row_amax", "col_amax", "seed", "#stream", "d", "w", "d_factor", "w_factor", "sums",
 )  # fmt: skip
+Fp8 = _struct(
+    "Fp8", "x", "up", "saved", "saved_scales", "#rows", "#cols", "#padded", "#padded_rows",
+    "#wide", "seed", "#stream", "along", "along_scales", "across", "across_scales", "sums",
+    x=Term, up=Term,
+)  # fmt: skip
 Sums = _struct("Sums", "part", "#chunks", "#cols", "out")
 Saved = _struct(
     "Saved", "codes", "scales", "factor", "#factor_stride", "#rows", "#cols", "#padded",

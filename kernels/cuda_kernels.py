@@ -6,6 +6,7 @@
 | `decode`, `requantize` | transposes.cu | saved codes to an operand, by rows or transposed |
 | `act_grad` | hidden.cu | a chain's hidden gradient, over what it is made of, and its maxima |
 | `quantize_grad` | gradient.cu | a gradient (read twice for row scales) in both orientations |
+| `cuda_fp8` | fp8.cu | FP8 with FP32 scales: all of it, in tiles of 128 x 128 |
 
 NVFP4 with one outer scale for the tensor, and MXFP4: `cuda_fourbit`.
 
@@ -312,6 +313,8 @@ def _quantize_tiles(x: Tensor, amax: Tensor | None, form: str):
 
 
 def _source(fmt: TensorFormat) -> int:
+    if fmt.float_scales:
+        return 2  # the codes alone
     return {"nvfp4": 0, "mxfp4": 3}.get(fmt.format, 2 if fmt.block == "row" else 1)
 
 
@@ -338,13 +341,14 @@ def decode(
 ) -> Tensor:
     """The operand of saved codes, exactly: [R, Cp], or [cols, R padded to the block with zeros].
 
-    ``form`` "e4m3" needs a format that is exact in it, and so does "mx". NVFP4, MXFP4 and MXFP8.
+    ``form`` "e4m3" needs a format that is exact in it, and so does "mx". NVFP4, MXFP4, MXFP8; FP8's
+    codes alone.
     """
     form = "e4m3" if form == "mx" else form
     codes, scales = codes.contiguous(), scales.contiguous()
     fields = _saved(codes, scales, fmt, cols)
     shape = (cols, fields["padded_rows"]) if transpose else (fields["rows"], fields["padded"])
-    if not transpose and fmt.format == "mxfp8" and form == "e4m3":
+    if not transpose and fmt.format in ("mxfp8", "fp8") and form == "e4m3":
         return codes.clone()
     out = _operand(codes, shape[0], shape[1], form)
     defines = {
@@ -469,9 +473,16 @@ def quantize_grad(
     arguments.chunk = chunk
     _launch("gradient.cu", "quantize_gradient", defines, arguments, grid, 256, g.device)
     if part.numel():
-        adding = Sums(part.data_ptr(), grid[1], cols, total.data_ptr())
-        _launch("gradient.cu", "add_chunks", defines, adding, (_ceil(cols, 32), 1), 128, g.device)
+        add_chunks(part, total)
     return d, d_factor, w, w_factor, total
+
+
+def add_chunks(part: Tensor, out: Tensor) -> None:
+    """The sum over the first axis of ``part`` [chunks, N], in one order, to ``out`` [N]; FP32."""
+    chunks, cols = part.shape
+    arguments = Sums(part.data_ptr(), chunks, cols, out.data_ptr())
+    defines = {"XD": 1, "OPERAND": 0}
+    _launch("tensors.cu", "add_chunks", defines, arguments, (_ceil(cols, 32), 1), 128, out.device)
 
 
 def _maxima(x: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:

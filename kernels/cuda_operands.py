@@ -7,7 +7,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import cuda_fourbit, cuda_kernels, cuda_loader, fallback
+from . import cuda_fourbit, cuda_fp8, cuda_kernels, cuda_loader, fallback
 from .cuda_kernels import Affine
 from .formats import TensorFormat
 
@@ -22,7 +22,7 @@ def available(device: torch.device) -> bool:
 
 def supports(fmt: TensorFormat) -> bool:
     """Whether the kernels know ``fmt``: nearest in forward, stochastic for gradients."""
-    if cuda_fourbit.knows(fmt):
+    if cuda_fp8.knows(fmt) or cuda_fourbit.knows(fmt):
         return True
     return cuda_kernels.supports_gradient(fmt) if fmt.stochastic else cuda_kernels.supports(fmt)
 
@@ -31,6 +31,8 @@ def quantize_operand(
     x: Tensor, fmt: TensorFormat, form: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, factor and operand of x [R, C], or of its transpose."""
+    if cuda_fp8.supports(fmt, form):
+        return cuda_fp8.quantize_either(x, fmt, form, transpose)
     if cuda_fourbit.supports(fmt, form, transpose):
         return (cuda_fourbit.quantize_transposed if transpose else cuda_fourbit.quantize)(
             x, fmt, form
@@ -44,6 +46,8 @@ def act_quantize_operand(
     term: Affine, act: str, fmt: TensorFormat, form: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """`quantize_operand` of act(term), fused; None where the format has no fused kernel."""
+    if cuda_fp8.supports(fmt, form):
+        return cuda_fp8.quantize(term, None, act, fmt, form)
     if cuda_fourbit.supports(fmt, form, False):
         return cuda_fourbit.act_quantize(term, act, fmt, form)
     if fmt.factor == "tensor" or not cuda_kernels.supports(fmt, form):
@@ -57,6 +61,8 @@ def glu_quantize_operand(
     """`quantize_operand` of act(gate) * up, fused; None where there is no fused kernel."""
     if gate[0].dtype != up[0].dtype:
         return None
+    if cuda_fp8.supports(fmt, form):
+        return cuda_fp8.quantize(gate, up, act, fmt, form)
     if cuda_fourbit.supports(fmt, form, False):
         return cuda_fourbit.glu_quantize(gate, up, act, fmt, form)
     if fmt.factor == "tensor" or not cuda_kernels.supports(fmt, form):
@@ -78,7 +84,9 @@ def requantize_operand(
     fmt: TensorFormat, form: str, seed: Tensor, stream: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decode with the factor, transpose, quantize in ``fmt`` -> operand, factor."""
-    if not cuda_kernels.supports_gradient(fmt, form):
+    if cuda_fp8.supports_gradients(fmt, None, form, "") and str(source) == "fp8:128":
+        return cuda_fp8.requantize(codes, scales, cols, fmt, seed, stream)
+    if source.float_scales or not cuda_kernels.supports_gradient(fmt, form):
         return fallback.requantize_operand(
             codes, scales, factors, source, cols, fmt, form, seed, stream
         )
@@ -91,6 +99,8 @@ def gradient_operands(
     row_amax: Tensor | None = None, col_amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `primitives.quantize_grad`."""
+    if fold is None and cuda_fp8.supports_gradients(dgrad, wgrad, form_d, form_w):
+        return cuda_fp8.quantize_grad(g, dgrad, wgrad, bias_grad, seed, stream)
     side_d, side_w = _side(dgrad, form_d, False), _side(wgrad, form_w, True)
     if fallback in (side_d, side_w):
         return fallback.gradient_operands(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from . import block_scaled, cuda_fourbit, cuda_kernels, cuda_loader
+from . import block_scaled, cuda_fourbit, cuda_fp8, cuda_kernels, cuda_loader
 
 BLOCK_SCALED = tuple(map(cuda_loader.architecture, block_scaled.CAPABILITIES))
 
@@ -62,9 +62,20 @@ def variants(
     ]  # fmt: skip
     groups = {
         "rows.cu": rows, "tensors.cu": tensors, "hidden.cu": hidden, "gradient.cu": gradients,
-        "transposes.cu": transposes, "blocks.cu": blocks, "columns.cu": columns,
+        "transposes.cu": transposes, "blocks.cu": blocks, "columns.cu": columns, "fp8.cu": _fp8(),
     }  # fmt: skip
     return [(file, defines) for file, group in groups.items() for defines in group]
+
+
+def _fp8() -> list[dict[str, int]]:
+    """Format fp8, whole tiles: rows, weights, activations, gradients, saved codes."""
+    kinds = (
+        {"ALONG": 1}, {"ALONG": 2}, {"ALONG": 1, "ACROSS": 1}, {"SAVED": 1, "ACROSS": 1},
+        {"ALONG": 1, "ACROSS": 1, "SUMS": 1},
+        *({"ALONG": 1, "ACT": act, "TERM": term} for act in (1, 2) for term in (0, 8)),
+        {"ALONG": 1, "ACT": 5, "GATED": 1},
+    )  # fmt: skip
+    return [{**cuda_fp8.KINDS, "FULL": 1, **kind} for kind in kinds]
 
 
 def warm(arch: str, widths: tuple[int, ...]) -> Iterator[int]:

@@ -35,9 +35,13 @@ def quantize_operand(
     x: Tensor, fmt: TensorFormat, form: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, factor and operand of x [R, C], or of its transpose."""
-    from .primitives import as_operand
+    from .primitives import as_operand, stored_scales
 
     codes, scales, outer = reference.quantize(x.t() if transpose else x, fmt)
+    if fmt.float_scales:  # in memory as an engine reads them
+        scales = stored_scales(stored_scales(scales, fmt).contiguous(), fmt)
+        if form == "e4m3":
+            return codes, scales, outer, codes.clone()
     values, factors = reference.split(codes, scales, outer, fmt)
     if form in block_scaled.FORMS and block_scaled.in_place(fmt, form) != "values":
         return codes, scales, factors, block_scaled.place_of(fmt, form, scales)
@@ -52,6 +56,8 @@ def decode_operand(
 
     if form == "fp4":  # tiles, transposed
         return block_scaled.with_tail(*block_scaled.turned_tiles(codes, scales, cols), form)
+    if fmt.float_scales and form == "e4m3":
+        return _pad(codes[:, :cols].t(), fmt).contiguous() if transpose else codes.clone()
     values = reference.split(codes, scales, codes.new_empty(0), fmt)[0]
     if transpose:
         values = _pad(values[:, :cols].t(), fmt).contiguous()
@@ -76,9 +82,11 @@ def requantize_operand(
 def _operand(
     x: Tensor, fmt: TensorFormat, form: str, seed: Tensor, stream: int, bits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    from .primitives import as_operand
+    from .primitives import as_operand, stored_scales
 
     codes, scales, outer = reference.quantize(x, fmt, seed, stream, bits)
+    if fmt.float_scales and form == "e4m3":
+        return codes, stored_scales(scales, fmt).contiguous()
     values, factors = reference.split(codes, scales, outer, fmt)
     if block_scaled.has_tail(fmt, form):
         return block_scaled.with_tail(codes, scales, form), factors

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import block_scaled, engines
-from .formats import BITS, Operand, Scheme, TensorFormat
+from .formats import BITS, GEMMS, Operand, Scheme, TensorFormat
 
 ops = torch.ops.fp4
 
@@ -73,9 +73,11 @@ def present(fmt: TensorFormat | None, factor: Tensor) -> Tensor | None:
     return factor if fmt is not None and fmt.factor else None
 
 
-def _beside(gradient: Tensor, scales: Tensor | None) -> tuple[Tensor, ...]:
-    """`scaled_mm`'s scales for a gradient, which has its own, and an operand with ``scales``."""
-    return () if scales is None else (gradient.new_empty(0, dtype=torch.uint8), scales)
+def beside(engine: engines.Engine, fmt: TensorFormat | None, scales: Tensor) -> Tensor | None:
+    """Stored scales as ``engine`` reads them beside the operand; None where it reads none."""
+    if not engine.scales or fmt is None:
+        return None
+    return scales if fmt.block == "tile" else scales.t()
 
 
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -107,6 +109,15 @@ class Layer:
         """True where GEMM ``name`` reads saved forward codes along their other axis."""
         right = getattr(self.scheme, name)[1]
         return right.source == "fprop" and right.format is None
+
+    def why_reference(self) -> str:
+        """Why GEMMs on a GPU run in PyTorch's FP32, a line; "" where none does."""
+        found = []
+        for name in GEMMS:
+            if gemm := getattr(self.scheme, name):
+                left, right = (self._format(op, name) for op in gemm)
+                found.append(engines.why_reference(left, right, self.device))
+        return next((reason for reason in found if reason), "")
 
     @property
     def stores_hidden_gradient(self) -> bool:
@@ -176,7 +187,9 @@ class Layer:
         left, right = self._formats("fprop")
         factors = present(left, xq.factor), present(right, wq.factor)
         if engine.operand not in block_scaled.FORMS:
-            acc = ops.scaled_mm(xq.operand, wq.operand, engine.name, m, n, dtype)
+            scales = beside(engine, left, xq.scales), beside(engine, right, wq.scales)
+            more = scales if engine.scales else ()
+            acc = ops.scaled_mm(xq.operand, wq.operand, engine.name, m, n, dtype, *more)
             return Term(acc, *factors, bias)
         a, scale_a = block_scaled.beside(left, engine.operand, xq.codes, xq.operand)
         b, scale_b = block_scaled.beside(right, engine.operand, wq.codes, wq.operand)
@@ -252,8 +265,8 @@ class Layer:
             work = self.out_dtype
             return Term(engines.plain(g.to(work), saved[0].to(work)))
         weight, col, scales = right or self.right("dgrad", saved, k, seed, stream)
-        engine, beside = self._backward_engine("dgrad"), _beside(operand, scales)
-        acc = ops.scaled_mm(operand, weight, engine, m, k, acc_dtype(self.out_dtype), *beside)
+        engine, both = self._backward_engine("dgrad"), self._both("dgrad", operand, factor, scales)
+        acc = ops.scaled_mm(operand, weight, engine, m, k, acc_dtype(self.out_dtype), *both)
         return Term(acc, present(self.scheme.dgrad[0].format, factor), col)
 
     def wgrad(
@@ -267,9 +280,18 @@ class Layer:
             work = self.out_dtype
             return engines.plain(g.to(work).t(), saved[0].to(work)).to(dtype)
         x, col, scales = right or self.right("wgrad", saved, k, seed, stream)
-        engine, beside = self._backward_engine("wgrad"), _beside(operand, scales)
-        acc = ops.scaled_mm(operand, x, engine, n, k, acc_dtype(dtype), *beside)
+        engine, both = self._backward_engine("wgrad"), self._both("wgrad", operand, factor, scales)
+        acc = ops.scaled_mm(operand, x, engine, n, k, acc_dtype(dtype), *both)
         return Term(acc, present(self.scheme.wgrad[0].format, factor), col).value(dtype)
+
+    def _both(
+        self, name: str, operand: Tensor, factor: Tensor, scales: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`scaled_mm`'s block scales for a gradient and the operand beside it, if it has any."""
+        if scales is None:
+            return ()
+        own = factor if self.engine(name).scales else operand.new_empty(0, dtype=torch.uint8)
+        return own, scales
 
     def right(
         self, name: str, saved: tuple[Tensor, ...], k: int, seed: Tensor | None, stream: int
@@ -277,7 +299,8 @@ class Layer:
         """The operand [K, reduced] beside the gradient in a backward GEMM; see `Right`."""
         stream += WEIGHT if name == "dgrad" else ACTIVATION
         gradient, op = getattr(self.scheme, name)
-        form = self.engine(name).operand
+        engine = self.engine(name)
+        form = engine.operand
         codes, scales, factor = saved
         fmt = self._format(op, name)
         if op.source == "input":
@@ -286,17 +309,20 @@ class Layer:
                 swizzled = block_scaled.place_of(fmt, form, scales)
                 return codes, present(fmt, factor), swizzled
             reduced = codes.shape[1] * 8 // BITS[fmt.format]
-            operand = ops.decode(codes, scales, str(fmt), reduced, form, False)
-            return operand, present(fmt, factor), None
+            operand = codes if engine.scales else (
+                ops.decode(codes, scales, str(fmt), reduced, form, False)
+            )  # fmt: skip
+            return operand, present(fmt, factor), beside(engine, fmt, scales)
         if op.format is None:
             operand = ops.decode(codes, scales, str(fmt), k, form, True)
-            return operand, None if gradient.fold else present(fmt, factor), None
+            turned = scales.t() if engine.scales else None  # of tiles
+            return operand, None if gradient.fold else present(fmt, factor), turned
         assert self.scheme.fprop is not None
         source = self.scheme.fprop[1 if name == "dgrad" else 0].format
         operand, factor = ops.requantize(
             codes, scales, factor, str(source), k, str(fmt), form, seed, stream
         )
-        return operand, present(fmt, factor), None
+        return operand, present(fmt, factor), factor if engine.scales else None
 
     def needs_seed(self, need_x: bool, need_w: bool) -> bool:
         """True where a backward operand that is needed is rounded stochastically."""

@@ -2,7 +2,8 @@
 
 They are what the AOT graphs show. Each is one kernel; which implementation runs (CUDA, native C++,
 PyTorch reference) depends on the device alone. Words: an *operand* is the tensor a GEMM reads, a
-*factor* what its result is multiplied with afterwards (docs/design.md).
+*factor* what its result is multiplied with afterwards (docs/design.md). An operand in FP8 with FP32
+scales has those in the place of the factor where the engine reads them beside it.
 """
 
 from __future__ import annotations
@@ -76,14 +77,36 @@ def fake_codes(x: Tensor, rows, cols, fmt: TensorFormat) -> tuple[Tensor, Tensor
     width = padded(cols, fmt)
     dtype = torch.int8 if fmt.format == "s2f6" else torch.uint8
     codes = x.new_empty((rows, width * BITS[fmt.format] // 8), dtype=dtype)
-    scales = x.new_empty((rows, width // BLOCK[fmt.format]), dtype=torch.uint8)
+    if fmt.float_scales:
+        scales = stored_scales(empty_scales(x, rows, width, fmt), fmt)
+    else:
+        scales = x.new_empty((rows, width // BLOCK[fmt.format]), dtype=torch.uint8)
     return codes, scales, fake_factor(x, rows, fmt)
+
+
+def stored_scales(scales: Tensor, fmt: TensorFormat) -> Tensor:
+    """FP32 scales in the engine's shape -> in the public one, a view; and back."""
+    return scales if fmt.block == "tile" else scales.t()
+
+
+def empty_scales(x: Tensor, rows, width, fmt: TensorFormat) -> Tensor:
+    """FP32 scales of [rows, width] as an engine reads them: [width/128, rows], or tile by tile."""
+    blocks = width // BLOCK[fmt.format]
+    shape = ((rows + 127) // 128, blocks) if fmt.block == "tile" else (blocks, rows)
+    return x.new_empty(shape, dtype=torch.float32)
 
 
 def fake_factor(x: Tensor, rows, fmt: TensorFormat) -> Tensor:
     """Empty factor: [rows], [1] or [0], FP32."""
     size = {"row": rows, "tensor": 1, None: 0}[fmt.factor]
     return x.new_empty((size,), dtype=torch.float32)
+
+
+def fake_beside(x: Tensor, rows, cols, fmt: TensorFormat, form: str) -> Tensor:
+    """What comes with an operand [rows, cols]: its factor, or scales that the engine reads."""
+    if fmt.float_scales and form == "e4m3":
+        return empty_scales(x, rows, padded(cols, fmt), fmt)
+    return fake_factor(x, rows, fmt)
 
 
 def fake_operand(x: Tensor, rows, cols, fmt: TensorFormat, form: str) -> Tensor:
@@ -202,7 +225,8 @@ def decode(codes, scales, format, cols, operand, transpose):
 def _fake_requantize(codes, scales, factor, source, cols, format, operand, seed, stream):
     fmt = TensorFormat.parse(format)
     rows = codes.shape[0]
-    return fake_operand(codes, cols, rows, fmt, operand), fake_factor(codes, cols, fmt)
+    beside = fake_beside(codes, cols, rows, fmt, operand)
+    return fake_operand(codes, cols, rows, fmt, operand), beside
 
 
 @primitive(
@@ -223,7 +247,8 @@ def _fake_gradient(g, dgrad, wgrad, operand_d, operand_w, bias_grad):
     for text, form, rows, cols in ((dgrad, operand_d, m, n), (wgrad, operand_w, n, m)):
         if text:
             fmt = TensorFormat.parse(text)
-            out += [fake_operand(g, rows, cols, fmt, form), fake_factor(g, rows, fmt)]
+            beside = fake_beside(g, rows, cols, fmt, form)
+            out += [fake_operand(g, rows, cols, fmt, form), beside]
         else:
             out += [g.new_empty((0,), dtype=torch.float32) for _ in range(2)]
     return *out, g.new_empty((n if bias_grad else 0,), dtype=torch.float32)

@@ -42,12 +42,23 @@ SHARES = {
     "gradient row": 0.71,
     "gradient blocks": 0.63,
     "act_grad": 0.91,
+    "quantize blocks": 0.98,
+    "act_quantize blocks": 0.74,
+    "gradient fp8": 0.79,
+    "requantize blocks": 0.535,
     "pointwise": 0.92,
 }
 MACHINES = {
     machine.name: machine
     for machine in (
-        Machine("H200", 4.28 * TERA, {"bf16": 710 * TERA, "fp8": 1420 * TERA}, "measured"),
+        Machine(
+            "H200", 4.28 * TERA,
+            {
+                "bf16": 710 * TERA, "fp8": 1420 * TERA,
+                "fp8_block": 1220 * TERA, "fp8_block wgrad": 885 * TERA,
+            },
+            "measured",
+        ),
         Machine(
             "B200", 8.0 * TERA,
             {"bf16": 1400 * TERA, "fp8": 2750 * TERA, "fp4": 5030 * TERA}, "article",
@@ -85,7 +96,7 @@ class Step:
 
 
 def _gemm(name: str, rows, cols, depth, engine: str) -> Step:
-    element = {"bf16": 2, "fp8": 1, "fp4": CODES}[engine]
+    element = {"bf16": 2, "fp4": CODES}.get(engine, 1)
     moved = element * (rows * depth + cols * depth) + HIGH * rows * cols
     return Step(f"GEMM {name}", "gemm", sympy.sympify(moved), 2 * rows * cols * depth, engine)
 
@@ -154,6 +165,29 @@ def mlp_thinking_machines(forward: str = "bf16", backward: str = "bf16") -> list
         Step("requantize x", "requantize", turned * M * K),
         _gemm("up wgrad", N, K, M, backward),
         _gemm("up dgrad", M, K, N, backward),
+    ]
+
+
+def mlp_fp8_block() -> list[Step]:
+    """The same under ``fp8-block``: codes are the operands; two scaled blocks cost WGRAD more."""
+    made = 1 + sympy.Rational(4, 128)
+    forward, wgrad = "fp8_block", "fp8_block wgrad"
+    return [
+        Step("quantize x", "quantize blocks", (HIGH + made) * M * K),
+        Step("quantize weights", "quantize blocks", 2 * (HIGH + 1) * K * N),
+        _gemm("up", M, N, K, forward),
+        Step("activation, quantize", "act_quantize blocks", (HIGH + made) * M * N),
+        _gemm("down", M, K, N, forward),
+        Step("quantize g", "gradient fp8", (HIGH + 2 * made) * M * K),
+        Step("requantize h", "requantize blocks", 2 * made * M * N),
+        _gemm("down wgrad", K, N, M, wgrad),
+        Step("transpose weights", "decode", 2 * 2 * K * N),
+        _gemm("down dgrad", M, N, K, forward),
+        Step("activation gradient", "act_grad", 3 * HIGH * M * N),
+        Step("quantize dz", "gradient fp8", (HIGH + 2 * made) * M * N),
+        Step("requantize x", "requantize blocks", 2 * made * M * K),
+        _gemm("up wgrad", N, K, M, wgrad),
+        _gemm("up dgrad", M, K, N, forward),
     ]
 
 

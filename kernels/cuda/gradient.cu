@@ -530,24 +530,3 @@ FP4_UNROLL
     }
   }
 }
-
-struct Sums {
-  const float* part;
-  i64 chunks, cols;
-  float* out;
-};
-
-// Column sums of the chunks, in one order: four threads a column.
-extern "C" __global__ void __launch_bounds__(128) add_chunks(Sums a) {
-  __shared__ float part[4][32];
-  const u32 lane = threadIdx.x % 32, slice = threadIdx.x / 32;
-  const i64 c = blockIdx.x * 32ll + lane;
-  float total = 0.0f;
-  if (c < a.cols)
-#pragma unroll 8
-    for (i64 k = slice; k < a.chunks; k += 4) total = add(total, a.part[k * a.cols + c]);
-  part[slice][lane] = total;
-  __syncthreads();
-  if (slice == 0 && c < a.cols)
-    a.out[c] = add(add(part[0][lane], part[1][lane]), add(part[2][lane], part[3][lane]));
-}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 from fp4compile.kernels import cuda_fourbit as four
+from fp4compile.kernels import cuda_fp8
 from fp4compile.kernels import cuda_kernels as k
 from fp4compile.kernels.formats import TensorFormat
 
@@ -64,9 +65,29 @@ def run(m: int, n: int, dtype: torch.dtype) -> None:
         k.act_grad((x, row, col, None), term, other, "silu", (row, row), True, x)
 
 
+def run_blocks(m: int, n: int, dtype: torch.dtype) -> None:
+    """The kernels of format fp8 on an [m, n] matrix."""
+    x, seed = (
+        torch.ones(*shape, dtype=d, device="cuda")
+        for shape, d in (((m, n), dtype), ((1,), torch.int64))
+    )
+    term = (x, torch.ones(m, device="cuda"), None, torch.ones(n, device="cuda"))
+    blocks, tiles = TensorFormat("fp8"), TensorFormat("fp8", block="tile")
+    for fmt in (blocks, tiles):
+        codes, scales, _, _ = cuda_fp8.quantize((x, None, None, None), None, None, fmt, "e4m3")
+        k.decode(codes, scales, fmt, n, "e4m3", True)
+    cuda_fp8.quantize(term, None, "gelu", blocks, "e4m3")
+    codes, scales, _, _ = cuda_fp8.quantize(term, term, "silu", blocks, "e4m3")
+    for rounding in ("nearest", "stochastic"):
+        fmt = TensorFormat("fp8", rounding=rounding)
+        cuda_fp8.requantize(codes, scales, n, fmt, seed, 1)
+        cuda_fp8.quantize_grad(x, fmt, fmt, True, seed, 0)
+
+
 if __name__ == "__main__":
     for size in SHAPES:
         for kind in (torch.bfloat16, torch.float32):
             run(*size, kind)
+            run_blocks(*size, kind)
     torch.cuda.synchronize()
     print("all kernels ran")

@@ -60,7 +60,7 @@ def steps(kind, recipe, dtype=torch.bfloat16, steps=1, mode=None, dynamic=None, 
 
 
 @pytest.mark.parametrize("kind", [Mlp, Glu])
-@pytest.mark.parametrize("recipe", ["fp8-exact", "thinking-machines", "mxfp8"])
+@pytest.mark.parametrize("recipe", ["fp8-exact", "thinking-machines", "mxfp8", "fp8-block"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_inductor_gives_the_graphs_bits(kind, recipe, dtype):
     """The hidden gradient is written over the product, epilogues are fused: no bit changes.

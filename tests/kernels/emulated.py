@@ -15,12 +15,12 @@ KERNELS = {
     "rows.cu": {"quantize_rows": "Rows"},
     "blocks.cu": {"term_amax": "Blocks", "quantize_blocks": "Blocks"},
     "columns.cu": {"columns_amax": "Columns", "quantize_columns": "Columns"},
-    "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles"},
+    "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles", "add_chunks": "Sums"},
+    "fp8.cu": {"quantize_fp8": "Fp8"},
     "hidden.cu": {"hidden_gradient": "Hidden"},
     "gradient.cu": {
         "gradient_amax": "Gradient",
         "quantize_gradient": "Gradient",
-        "add_chunks": "Sums",
     },
     "transposes.cu": dict.fromkeys(
         ("decode_rows", "decode_transpose", "requantize_amax", "requantize_transpose"), "Saved"

@@ -11,6 +11,7 @@ import torch
 from fp4compile.kernels import (
     block_scaled,
     cuda_fourbit,
+    cuda_fp8,
     cuda_kernels,
     cuda_operands,
     fallback,
@@ -46,6 +47,11 @@ GPU_ROW_FORMATS = [
     ("nvfp4:tensor:four_over_six", "fp4"),
     ("nvfp4:row:fp8_exact", "fp4"),
 ]
+FP8 = [("fp8:128", "e4m3"), ("fp8:tile", "e4m3"), ("fp8:128", "none"), ("fp8:tile", "none")]
+FP8_GRADIENTS = [
+    ("fp8:128", "fp8:128"), ("fp8:128", None), (None, "fp8:128"), ("fp8:128:sr", "fp8:128:sr"),
+    ("fp8:128:sr", "fp8:128"), ("fp8:128", "fp8:128:sr"),
+]  # fmt: skip
 GRADIENTS = [
     ("mxfp8:row:sr", "mxfp8:row:sr", "e4m3"),
     ("mxfp8:32:sr", "mxfp8:32:sr", "bf16"),
@@ -382,3 +388,68 @@ def check_half_unit(device) -> None:
         x, None, fmt, None, "bf16", "none", False, torch.tensor(key, device=device), stream
     )
     assert_same([got[0]], [want.to(torch.bfloat16)])
+
+
+def check_fp8(text: str, form: str, x: torch.Tensor) -> None:
+    """Rows, tiles and the transpose of x."""
+    fmt = TensorFormat.parse(text)
+    assert cuda_operands.supports(fmt) and cuda_fp8.supports(fmt, form)
+    for transpose in (False, True):
+        want = fallback.quantize_operand(x, fmt, form, transpose)
+        got = cuda_operands.quantize_operand(x, fmt, form, transpose)
+        assert_same(got[:3], want[:3])
+        assert got[1].stride() == want[1].stride() or 1 in got[1].shape or got[1].numel() == 0
+        assert_same([got[3]], [want[3]])
+        codes, scales = want[:2]
+        for turn in (False, True):
+            decoded = (codes, scales, fmt, (x.shape[0] if transpose else x.shape[1]), "e4m3", turn)
+            assert_same(
+                [cuda_operands.decode_operand(*decoded)], [fallback.decode_operand(*decoded)]
+            )
+
+
+def check_fp8_requantize(target: str, x: torch.Tensor) -> None:
+    src, fmt = TensorFormat.parse("fp8:128"), TensorFormat.parse(target)
+    codes, scales, factor, _ = fallback.quantize_operand(x, src, "none", False)
+    call = (codes, scales, factor, src, x.shape[1], fmt, "e4m3", seed(x.device), STREAM)
+    assert_same(cuda_operands.requantize_operand(*call), fallback.requantize_operand(*call))
+
+
+def check_fp8_gradient(dgrad, wgrad, g: torch.Tensor, sums: bool) -> None:
+    formats = [t and TensorFormat.parse(t) for t in (dgrad, wgrad)]
+    call = (g, None, *formats, "e4m3", "e4m3", sums, seed(g.device), STREAM)
+    got, want = cuda_operands.gradient_operands(*call), fallback.gradient_operands(*call)
+    assert_same(got[:4], want[:4])
+    if sums:
+        assert_same([got[4]], [cuda_operands.gradient_operands(*call)[4]])
+        torch.testing.assert_close(got[4], want[4], equal_nan=True, rtol=1e-4, atol=1e-2)
+
+
+def check_fp8_activation(act: str, gated: bool, dtype, device, shape) -> None:
+    """As `check_activation`; scales and codes of what is written agree with each other."""
+    fmt = TensorFormat.parse("fp8:128")
+    gate, up = terms(*shape, dtype, device), terms(shape[0], shape[1] + 1, dtype, device)
+    up = (up[0][:, :-1], up[1], None, None)
+    h = ACTIVATIONS[act].forward(affine(*gate))
+    h = h * affine(*up) if gated else h
+    call = (gate, up) if gated else (gate,)
+    fused = cuda_operands.glu_quantize_operand if gated else cuda_operands.act_quantize_operand
+    codes, scales, _, operand = fused(*call, act, fmt, "e4m3")
+    want = fallback.quantize_operand(h, fmt, "e4m3", False)
+    torch.testing.assert_close(scales, want[1], rtol=1e-4, atol=0)
+    assert (codes != want[0]).float().mean() <= 0.01 and operand is codes
+    nothing = torch.empty(0, device=device)
+    values = reference.dequantize(codes, scales, nothing, fmt, shape[1])
+    steps = scales.repeat_interleave(128, 1)[:, : shape[1]]
+    bound = h.abs() / 16 + steps * 2**-10 + 3e-4  # rounding, and the fits of the activations
+    assert ((values - h).abs() <= bound).all()
+
+
+def check_fp8_poisoned(device) -> None:
+    x = matrix(137, 245, torch.bfloat16, device)
+    with poisoned():
+        for case in FP8:
+            check_fp8(*case, x)
+        check_fp8_requantize("fp8:128", x)
+        for case in FP8_GRADIENTS[:3]:
+            check_fp8_gradient(*case, x, True)

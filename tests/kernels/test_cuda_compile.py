@@ -85,6 +85,16 @@ SAMPLE = (
         {"XD": 1, "ZD": 1, "ACT": 5, "GATED": 1, "GT": 3, "ZT": 3, "UT": 3, "AMAX": 1, "FOLD": 3,
          "ALIGNED": 1},
     ),
+    *(
+        (
+            "fp8.cu",
+            {"XD": 1, "SAVED": saved, "ACT": act, "GATED": gated, "TERM": 0, "UP": 0,
+             "ALONG": along, "ACROSS": across, "SUMS": across - saved, "SR": 0, "FULL": full},
+        )
+        for saved, act, gated, along, across, full in (
+            (0, 5, 1, 1, 0, 1), (0, 0, 0, 1, 1, 1), (0, 0, 0, 1, 1, 0), (1, 0, 0, 0, 1, 1)
+        )
+    ),
     ("transposes.cu", {"SOURCE": 0, "FORM": 1, "MODE": 1, "SR": 1, "FACTOR": 1, "BIG": 0, "ACROSS": 1}),
     ("transposes.cu", {"SOURCE": 1, "FORM": 2, "MODE": 2, "SR": 0, "FACTOR": 0, "BIG": 0, "ACROSS": 1}),
 )
