@@ -96,11 +96,13 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Bytes [batch, context] to logits [batch, context, 256]; initial weights drawn by ``draw``."""
 
-    def __init__(self, layers: int, width: int, context: int, draw: torch.Generator):
+    def __init__(
+        self, layers: int, width: int, context: int, draw: torch.Generator, heads: int | None = None
+    ):
         super().__init__()
         self.token = nn.Embedding(256, width)
         self.position = nn.Parameter(torch.empty(context, width))
-        heads = max(width // 64, 1)
+        heads = heads or max(width // 64, 1)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)

@@ -1,6 +1,7 @@
 """A key for the on-disk compile caches: they do not know this package's sources.
 
-A changed backward formula would otherwise still be served from AOTAutograd's cache.
+A changed backward formula would otherwise still be served from AOTAutograd's cache, and so would a
+graph for tensor cores that another cuBLAS does not drive.
 """
 
 from __future__ import annotations
@@ -31,14 +32,25 @@ def source_hash() -> bytes:
     return digest.digest()
 
 
+def engine_answers() -> tuple[str, ...]:
+    """What the block-scaled engines answered on the current device: engines are in the graphs."""
+    import torch
+
+    from .kernels import block_scaled
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return tuple(block_scaled.refusal(form, device) for form in block_scaled.FORMS)
+
+
 class KeyedPass(CustomGraphPass):
-    """A graph pass whose identity is the package's sources, the policy and the pass it wraps."""
+    """A graph pass known by the package's sources, the policy, engines and the pass it wraps."""
 
     def __init__(self, policy: str, function: Any = None, wrapped: Any = None) -> None:
         """``function`` and then ``wrapped`` (the user's own pass) are called with the graph."""
         self.functions = [f for f in (function, wrapped) if f is not None]
         wrapped_id = wrapped.uuid() if isinstance(wrapped, CustomGraphPass) else None
-        self.key = (source_hash(), policy, getattr(function, "__name__", ""), wrapped_id)
+        name = getattr(function, "__name__", "")
+        self.key = (source_hash(), policy, engine_answers(), name, wrapped_id)
         # a user's pass without a uuid cannot be cached: Inductor must bypass its cache.
         self.cacheable = wrapped is None or wrapped_id is not None
 

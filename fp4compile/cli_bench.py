@@ -65,17 +65,23 @@ def mlp(
 
 @app.command()
 @one_line_errors
-def gpt(out: Out = None, width: int = 2048, layers: int = 12, tokens: int = 32768) -> None:
+def gpt(
+    out: Out = None,
+    width: int = 2048,
+    layers: int = 12,
+    tokens: Annotated[int, typer.Option(help="tokens a step")] = 32768,
+    arms: Annotated[str, typer.Option(help="names, comma separated; default: all")] = "",
+) -> None:
     """A GPT's whole step: FP32 parameters, BF16 autocast, AdamW, context 1024."""
     from .bench.training import run_gpt
 
-    show(run_gpt(width, layers, tokens=tokens), out)
+    show(run_gpt(width, layers, tokens=tokens, names=arms.split(",") if arms else None), out)
 
 
 @app.command(name="compile")
 @one_line_errors
 def compile_(out: Out = None, width: int = 768, layers: int = 12) -> None:
-    """Seconds that a GPT's first step takes with empty caches (default: GPT-2 small's size)."""
+    """Seconds of a GPT's first step with empty caches; by default of GPT-2 small's size."""
     from .bench.compiling import run
 
     show(run(width, layers), out)

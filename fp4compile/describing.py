@@ -70,6 +70,7 @@ def describe(choice: Choice, rows: list[rewrite.Row], gm: GraphModule) -> list[D
     ):
         scheme = asked.decision.scheme
         reason = CUT if asked.cut and not row.reason else row.reason
+        reason = "; ".join(filter(None, (reason, _other_engine(asked.site, row, scheme))))
         full = report.Row(
             asked.place.name if asked.place is not None else row.fqn,
             row.kind, row.shape, row.scheme, row.scheme_name, row.rule,
@@ -93,12 +94,28 @@ def _inside(place: Place, stamp: Stamp, operation: str) -> Described:
     return Described(row, place, stamp)
 
 
+def _layer(site: Site, scheme: Scheme) -> Layer:
+    return Layer(scheme, _dtype(site), value(site.x).device)
+
+
 def _engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
     if row.status != "rewritten":
         return ""
-    layer = Layer(scheme, _dtype(site), value(site.x).device)
+    layer = _layer(site, scheme)
     names = [layer.engine(g).name if getattr(scheme, g) else "original" for g in GEMMS]
     return names[0] if len(set(names)) == 1 else "/".join(names)
+
+
+def _other_engine(site: Site, row: rewrite.Row, scheme: Scheme) -> str:
+    """Which GEMMs of a GPU do not run on the tensor cores that their formats are for, and why."""
+    if row.status != "rewritten":
+        return ""
+    layer = _layer(site, scheme)
+    if missing := layer.why_reference():
+        return missing
+    why = {name: layer.why_not(name) for name in GEMMS if getattr(scheme, name)}
+    notes = [f"{name} by {layer.engine(name).name}: {text}" for name, text in why.items() if text]
+    return "; ".join(notes)
 
 
 def _all_bytes(

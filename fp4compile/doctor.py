@@ -112,7 +112,7 @@ def _kernels() -> Found:
 
 
 def _engines() -> Found:
-    from .kernels.engines import choose
+    from .kernels.engines import choose, why_reference
     from .policy import Policy, recipes
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -122,7 +122,25 @@ def _engines() -> Found:
             continue
         left, right = (operand.format for operand in scheme.fprop)
         assert left is not None and right is not None
-        yield "ok", f"{name}: forward GEMM by engine {choose(left, right, device).name}"
+        reason = why_reference(left, right, device)
+        engine = choose(left, right, device).name + (f" ({reason})" if reason else "")
+        yield "ok", f"{name}: forward GEMM by engine {engine}"
+    yield from _block_scaled()
+
+
+def _block_scaled() -> Found:
+    """The engines of block-scaled tensor cores: a small GEMM was multiplied, or why not."""
+    from .kernels.block_scaled import refusal
+    from .kernels.engines import BLOCK_SCALED
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for form, engine in BLOCK_SCALED.items():
+        if not gpus:
+            yield "missing", f"engine {engine.name}: no GPU; it needs sm_100, 103, 120 or 121"
+        for index in range(gpus):
+            why = refusal(form, torch.device("cuda", index))
+            text = "a small GEMM gave the exact bits" if not why else f"not used: {why}"
+            yield ("missing" if why else "ok"), f"engine {engine.name}, cuda:{index}: {text}"
 
 
 CHECKS: tuple[tuple[str, Callable[[], Any]], ...] = (

@@ -87,7 +87,7 @@ Version = Annotated[int, BeforeValidator(_version), WithJsonSchema({"const": 1})
 class OperandEntry(_Entry):
     """An operand: the keyword arguments of `fp4compile.quantize`, and where it comes from."""
 
-    format: Literal["nvfp4", "mxfp8", "mxfp4", "s2f6"] | None = None
+    format: Literal["nvfp4", "mxfp8", "mxfp4", "s2f6", "fp8"] | None = None
     outer: Literal["row", "tensor"] | None = None
     block: Literal["1x16", "tile", 32, 128, "row"] | None = None
     block_scales: Literal["e4m3", "fp8_exact"] | None = None

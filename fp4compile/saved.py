@@ -12,7 +12,10 @@ def format_bytes(fmt: TensorFormat, rows: int, cols: int) -> int:
     block = BLOCK[fmt.format]
     padded = -(-cols // block) * block
     factor = {"row": rows, "tensor": 1, None: 0}[fmt.factor]
-    return rows * (padded * BITS[fmt.format] // 8 + padded // block) + 4 * factor
+    scales = rows * (padded // block)
+    if fmt.float_scales:
+        scales = 4 * (padded // block) * (-(-rows // block) if fmt.block == "tile" else rows)
+    return rows * (padded * BITS[fmt.format] // 8) + scales + 4 * factor
 
 
 def activation_bytes(scheme: Scheme, m: int, k: int, dtype: torch.dtype) -> int:

@@ -19,6 +19,14 @@ Rows = _struct(
     "Rows", "x", "up", "#rows", "#cols", "#padded",
     "amax", "codes", "scales", "outer", "operand", x=Term, up=Term,
 )  # fmt: skip
+Blocks = _struct(
+    "Blocks", "x", "up", "#rows", "#cols", "#padded", "#wide", "#shift",
+    "amax", "codes", "scales", "outer", "operand", "seed", "#stream", x=Term, up=Term,
+)  # fmt: skip
+Columns = _struct(
+    "Columns", "x", "fold", "#ld", "#rows", "#cols", "#padded", "#padded_rows", "#chunk", "amax",
+    "seed", "#stream", "codes", "scales", "outer", "operand", "sums",
+)  # fmt: skip
 Amax = _struct("Amax", "x", "#rows", "#cols", "#ld", "#wide", "amax")
 Tiles = _struct(
     "Tiles", "x", "#rows", "#cols", "#padded", "#ld", "#wide",
@@ -32,6 +40,11 @@ Hidden = _struct(
 Gradient = _struct(
     "Gradient", "g", "fold", "#ld", "#rows", "#cols", "#padded", "#padded_rows", "#chunk", "#wide",
     "row_amax", "col_amax", "seed", "#stream", "d", "w", "d_factor", "w_factor", "sums",
+)  # fmt: skip
+Fp8 = _struct(
+    "Fp8", "x", "up", "saved", "saved_scales", "#rows", "#cols", "#padded", "#padded_rows",
+    "#wide", "seed", "#stream", "along", "along_scales", "across", "across_scales", "sums",
+    x=Term, up=Term,
 )  # fmt: skip
 Sums = _struct("Sums", "part", "#chunks", "#cols", "out")
 Saved = _struct(

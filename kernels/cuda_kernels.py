@@ -6,9 +6,12 @@
 | `decode`, `requantize` | transposes.cu | saved codes to an operand, by rows or transposed |
 | `act_grad` | hidden.cu | a chain's hidden gradient, over what it is made of, and its maxima |
 | `quantize_grad` | gradient.cu | a gradient (read twice for row scales) in both orientations |
+| `cuda_fp8` | fp8.cu | FP8 with FP32 scales: all of it, in tiles of 128 x 128 |
 
-An operand's form is "none", "e4m3" (uint8) or "bf16". A factor is FP32 [R], [1] or [0], as
-`reference.split`. Nothing waits for the device; M, N and K are not restricted.
+NVFP4 with one outer scale for the tensor, and MXFP4: `cuda_fourbit`.
+
+An operand's form is "none", "e4m3" (uint8), "bf16" or one of block_scaled.py. A factor is FP32 [R],
+[1] or [0], as `reference.split`. Nothing waits for the device; M, N and K are not restricted.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import cuda_loader
+from . import block_scaled, cuda_loader
 from .cuda_arguments import Amax, Gradient, Hidden, Output, Rows, Saved, Sums, Term, Tiles
 from .errors import InputError
 from .formats import BITS, BLOCK, TensorFormat
 
-FORMS = {"none": 0, "e4m3": 1, "bf16": 2}
+FORMS = {"none": 0, "e4m3": 1, "bf16": 2, "scales": 3}  # "scales": swizzled, beside the codes
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTS: dict[str | None, int] = {
     None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "relu2": 4, "silu": 5, "quick_gelu": 6,
@@ -46,6 +49,7 @@ Affine = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 def supports(fmt: TensorFormat, form: str = "none") -> bool:
     """Whether `quantize` knows ``fmt`` (nearest) and can write the operand ``form``."""
+    form = _kernel_form(fmt, form)
     if form not in FORMS or fmt.rotation is not None or fmt.stochastic:
         return False
     if form == "e4m3" and not fmt.exact_in_fp8:
@@ -63,7 +67,18 @@ def supports_gradient(fmt: TensorFormat | None, form: str = "bf16") -> bool:
         return True
     if fmt.format != "mxfp8" or not fmt.stochastic or fmt.rotation is not None:
         return False
-    return fmt.block in (32, "row") and form in ("bf16",) + ("e4m3",) * (fmt.block == "row")
+    codes = "e4m3" if fmt.block == "row" else "scales"
+    return fmt.block in (32, "row") and _kernel_form(fmt, form) in ("bf16", codes)
+
+
+def _kernel_form(fmt: TensorFormat, form: str) -> str:
+    """The kernels' word for ``form``, of `FORMS`."""
+    if form not in block_scaled.FORMS:
+        return form
+    if fmt.stochastic:  # an operand of its own, not saved
+        return "scales" if block_scaled.has_tail(fmt, form) else "e4m3"
+    places = {"scales": "scales", "nothing": "none", "values": "e4m3"}
+    return places[block_scaled.in_place(fmt, form)]
 
 
 def _ceil(n: int, unit: int) -> int:
@@ -100,7 +115,17 @@ def _term(term: Affine, keep: list[Tensor]) -> tuple[ctypes.Structure, int, bool
 def _operand(x: Tensor, rows: int, cols: int, form: str) -> Tensor:
     if form == "none":
         return x.new_empty(0, dtype=torch.float32)
+    if form == "scales":  # behind the codes
+        rows += block_scaled.tail(rows, cols, "mx") if cols else 0
+        return x.new_empty((rows, cols), dtype=torch.uint8)
     return x.new_empty((rows, cols), dtype=torch.uint8 if form == "e4m3" else torch.bfloat16)
+
+
+def _in_place(codes: Tensor, scales: Tensor, form: str) -> Tensor:
+    """What `quantize` writes in the place of an operand whose rows are the codes."""
+    if form == "none":
+        return codes.new_empty(0)
+    return codes.new_empty(block_scaled.scale_bytes(*scales.shape))
 
 
 def _launch(file, kernel, defines, arguments, grid, threads, device, shared=0) -> None:
@@ -215,7 +240,12 @@ def _quantize_rows(
     rows, cols = x[0].shape
     codes, scales, padded = _empty(x[0], rows, cols, fmt)
     same = fmt.format == "mxfp8" and form == "e4m3"  # the codes are the operand
-    operand = codes if same else _operand(x[0], rows, padded, form)
+    beside = form in block_scaled.FORMS
+    form = _kernel_form(fmt, form)
+    if beside and form != "e4m3":
+        operand = _in_place(codes, scales, form)
+    else:
+        operand = codes if same else _operand(x[0], rows, padded, form)
     size = 0 if fmt.block == 32 else rows if amax is None else 1
     factor = x[0].new_ones(size, dtype=torch.float32) if rows * cols == 0 else (
         x[0].new_empty(size, dtype=torch.float32)
@@ -273,7 +303,8 @@ def _quantize_tiles(x: Tensor, amax: Tensor | None, form: str):
     fmt = TensorFormat("nvfp4", block="tile")
     rows, cols = x.shape
     codes, scales, padded = _empty(x, rows, cols, fmt)
-    operand = _operand(x, rows, padded, form)
+    beside, form = form in block_scaled.FORMS, _kernel_form(fmt, form)
+    operand = _in_place(codes, scales, form) if beside else _operand(x, rows, padded, form)
     outer = x.new_ones(1, dtype=torch.float32)
     x, wide = _matrix(x)
     arguments = Tiles(
@@ -290,7 +321,9 @@ def _quantize_tiles(x: Tensor, amax: Tensor | None, form: str):
 
 
 def _source(fmt: TensorFormat) -> int:
-    return 0 if fmt.format == "nvfp4" else 2 if fmt.block == "row" else 1
+    if fmt.float_scales:
+        return 2  # the codes alone
+    return {"nvfp4": 0, "mxfp4": 3}.get(fmt.format, 2 if fmt.block == "row" else 1)
 
 
 def _saved(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int) -> dict:
@@ -305,7 +338,7 @@ def _saved(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int) -> dict:
 def _transpose(kernel: str, defines: dict, arguments, form: str, cols: int, device) -> None:
     """Launch a kernel whose CTAs of four warps share tiles of 64 bytes of rows and 64 columns."""
     rows, arguments.group = arguments.padded_rows, TRANSPOSE_GROUP
-    tiles = _ceil(rows, 64 if form == "e4m3" else 32) * _ceil(cols, 64)
+    tiles = _ceil(rows, 32 if form == "bf16" else 64) * _ceil(cols, 64)
     resident = _resident("transposes.cu", kernel, defines, 128, device)
     grid = (min(_ceil(tiles, 4), resident), 1)
     _launch("transposes.cu", kernel, defines, arguments, grid, 128, device)
@@ -316,12 +349,14 @@ def decode(
 ) -> Tensor:
     """The operand of saved codes, exactly: [R, Cp], or [cols, R padded to the block with zeros].
 
-    ``form`` "e4m3" needs a format that is exact in it. NVFP4 and MXFP8.
+    ``form`` "e4m3" needs a format that is exact in it, and so does "mx". NVFP4, MXFP4, MXFP8; FP8's
+    codes alone.
     """
+    form = "e4m3" if form == "mx" else form
     codes, scales = codes.contiguous(), scales.contiguous()
     fields = _saved(codes, scales, fmt, cols)
     shape = (cols, fields["padded_rows"]) if transpose else (fields["rows"], fields["padded"])
-    if not transpose and fmt.format == "mxfp8" and form == "e4m3":
+    if not transpose and fmt.format in ("mxfp8", "fp8") and form == "e4m3":
         return codes.clone()
     out = _operand(codes, shape[0], shape[1], form)
     defines = {
@@ -347,6 +382,7 @@ def requantize(
     codes, scales, factor = (t.contiguous() for t in (codes, scales, factor))
     fields = _saved(codes, scales, source, cols)
     fields["padded_rows"] = _ceil(fields["rows"], 32) * 32
+    form = _kernel_form(fmt, form)
     out = _operand(codes, cols, fields["padded_rows"], form)
     by_row = fmt.block == "row"
     out_factor = codes.new_empty(cols if by_row else 0, dtype=torch.float32)
@@ -356,7 +392,7 @@ def requantize(
     defines = {
         "SOURCE": _source(source), "FORM": FORMS[form], "MODE": 1 if by_row else 2,
         "SR": int(fmt.stochastic), "FACTOR": int(factor.numel() > 0),
-        "BIG": int(out.numel() >= BIG), "ACROSS": TRANSPOSE_ACROSS,
+        "BIG": int(cols * fields["padded_rows"] >= BIG), "ACROSS": TRANSPOSE_ACROSS,
     }  # fmt: skip
     arguments = Saved(
         **fields, factor=_pointer(factor), factor_stride=int(factor.numel() > 1),
@@ -387,7 +423,7 @@ def _mode(fmt: TensorFormat | None) -> int:
 def _side(g: Tensor, fmt: TensorFormat | None, form: str, rows: int, cols: int):
     if fmt is None:
         return _operand(g, 0, 0, "none"), g.new_empty(0, dtype=torch.float32)
-    operand = _operand(g, rows, _ceil(cols, 32) * 32, form)
+    operand = _operand(g, rows, _ceil(cols, 32) * 32, _kernel_form(fmt, form))
     factor = g.new_empty(rows if fmt.block == "row" else 0, dtype=torch.float32)
     return operand, factor.fill_(2.0**-127) if cols == 0 else factor
 
@@ -434,7 +470,8 @@ def quantize_grad(
     )  # fmt: skip
     defines = {
         "XD": DTYPES[x.dtype], "SUMS": int(sums), "DMODE": _mode(dgrad), "WMODE": _mode(wgrad),
-        "DFORM": FORMS[form_d] if dgrad else 0, "WFORM": FORMS[form_w] if wgrad else 0,
+        "DFORM": FORMS[_kernel_form(dgrad, form_d)] if dgrad else 0,
+        "WFORM": FORMS[_kernel_form(wgrad, form_w)] if wgrad else 0,
         "FOLD": int(fold is not None), "ALIGNED": int(wide and cols % 8 == 0),
         "BIG": int(rows * padded >= BIG), "ACROSS": GRADIENT_ACROSS,
     }  # fmt: skip
@@ -444,9 +481,16 @@ def quantize_grad(
     arguments.chunk = chunk
     _launch("gradient.cu", "quantize_gradient", defines, arguments, grid, 256, g.device)
     if part.numel():
-        adding = Sums(part.data_ptr(), grid[1], cols, total.data_ptr())
-        _launch("gradient.cu", "add_chunks", defines, adding, (_ceil(cols, 32), 1), 128, g.device)
+        add_chunks(part, total)
     return d, d_factor, w, w_factor, total
+
+
+def add_chunks(part: Tensor, out: Tensor) -> None:
+    """The sum over the first axis of ``part`` [chunks, N], in one order, to ``out`` [N]; FP32."""
+    chunks, cols = part.shape
+    arguments = Sums(part.data_ptr(), chunks, cols, out.data_ptr())
+    defines = {"XD": 1, "OPERAND": 0}
+    _launch("tensors.cu", "add_chunks", defines, arguments, (_ceil(cols, 32), 1), 128, out.device)
 
 
 def _maxima(x: Tensor, rows: int, cols: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent / "cuda"
 HEADERS = tuple(sorted(path.name for path in HERE.glob("*.cuh")))
 # No contraction: where the kernels want a multiply-add they say so. FTZ stays off, division exact.
 OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true")
-ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a")
+ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 
 Defines = tuple[tuple[str, int], ...]
 

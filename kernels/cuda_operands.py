@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import torch
 from torch import Tensor
 
-from . import cuda_kernels, cuda_loader, fallback
+from . import cuda_fourbit, cuda_fp8, cuda_kernels, cuda_loader, fallback
 from .cuda_kernels import Affine
 from .formats import TensorFormat
 
@@ -19,7 +21,9 @@ def available(device: torch.device) -> bool:
 
 
 def supports(fmt: TensorFormat) -> bool:
-    """Whether the kernels know ``fmt``: nearest in forward, stochastic MXFP8 for gradients."""
+    """Whether the kernels know ``fmt``: nearest in forward, stochastic for gradients."""
+    if cuda_fp8.knows(fmt) or cuda_fourbit.knows(fmt):
+        return True
     return cuda_kernels.supports_gradient(fmt) if fmt.stochastic else cuda_kernels.supports(fmt)
 
 
@@ -27,7 +31,13 @@ def quantize_operand(
     x: Tensor, fmt: TensorFormat, form: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, factor and operand of x [R, C], or of its transpose."""
-    if form == REFERENCE_FORM:
+    if cuda_fp8.supports(fmt, form):
+        return cuda_fp8.quantize_either(x, fmt, form, transpose)
+    if cuda_fourbit.supports(fmt, form, transpose):
+        return (cuda_fourbit.quantize_transposed if transpose else cuda_fourbit.quantize)(
+            x, fmt, form
+        )
+    if not cuda_kernels.supports(fmt, form):
         return fallback.quantize_operand(x, fmt, form, transpose)
     return cuda_kernels.quantize(x.t() if transpose else x, fmt, form)
 
@@ -36,7 +46,11 @@ def act_quantize_operand(
     term: Affine, act: str, fmt: TensorFormat, form: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """`quantize_operand` of act(term), fused; None where the format has no fused kernel."""
-    if fmt.factor == "tensor" or form == REFERENCE_FORM:
+    if cuda_fp8.supports(fmt, form):
+        return cuda_fp8.quantize(term, None, act, fmt, form)
+    if cuda_fourbit.supports(fmt, form, False):
+        return cuda_fourbit.act_quantize(term, act, fmt, form)
+    if fmt.factor == "tensor" or not cuda_kernels.supports(fmt, form):
         return None
     return cuda_kernels.act_quantize(term, act, fmt, form)
 
@@ -45,7 +59,13 @@ def glu_quantize_operand(
     gate: Affine, up: Affine, act: str, fmt: TensorFormat, form: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
     """`quantize_operand` of act(gate) * up, fused; None where there is no fused kernel."""
-    if fmt.factor == "tensor" or form == REFERENCE_FORM or gate[0].dtype != up[0].dtype:
+    if gate[0].dtype != up[0].dtype:
+        return None
+    if cuda_fp8.supports(fmt, form):
+        return cuda_fp8.quantize(gate, up, act, fmt, form)
+    if cuda_fourbit.supports(fmt, form, False):
+        return cuda_fourbit.glu_quantize(gate, up, act, fmt, form)
+    if fmt.factor == "tensor" or not cuda_kernels.supports(fmt, form):
         return None
     return cuda_kernels.glu_quantize(gate, up, act, fmt, form)
 
@@ -54,7 +74,7 @@ def decode_operand(
     codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int, form: str, transpose: bool
 ) -> Tensor:
     """The operand of saved codes; transposed: [cols, R padded to the block with zeros]."""
-    if form == REFERENCE_FORM:
+    if form in (REFERENCE_FORM, "fp4"):
         return fallback.decode_operand(codes, scales, fmt, cols, form, transpose)
     return cuda_kernels.decode(codes, scales, fmt, cols, form, transpose)
 
@@ -64,7 +84,9 @@ def requantize_operand(
     fmt: TensorFormat, form: str, seed: Tensor, stream: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Decode with the factor, transpose, quantize in ``fmt`` -> operand, factor."""
-    if not cuda_kernels.supports_gradient(fmt, form):
+    if cuda_fp8.supports_gradients(fmt, None, form, "") and str(source) == "fp8:128":
+        return cuda_fp8.requantize(codes, scales, cols, fmt, seed, stream)
+    if source.float_scales or not cuda_kernels.supports_gradient(fmt, form):
         return fallback.requantize_operand(
             codes, scales, factors, source, cols, fmt, form, seed, stream
         )
@@ -77,13 +99,56 @@ def gradient_operands(
     row_amax: Tensor | None = None, col_amax: Tensor | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """See `primitives.quantize_grad`."""
-    if not _gradient(dgrad, form_d) or not _gradient(wgrad, form_w):
+    if fold is None and cuda_fp8.supports_gradients(dgrad, wgrad, form_d, form_w):
+        return cuda_fp8.quantize_grad(g, dgrad, wgrad, bias_grad, seed, stream)
+    side_d, side_w = _side(dgrad, form_d, False), _side(wgrad, form_w, True)
+    if fallback in (side_d, side_w):
         return fallback.gradient_operands(
             g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream
         )
-    return cuda_kernels.quantize_grad(
+    if cuda_fourbit not in (side_d, side_w):
+        return cuda_kernels.quantize_grad(
+            g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, row_amax, col_amax
+        )
+    return _each_side(
         g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, row_amax, col_amax
     )
+
+
+def _side(fmt: TensorFormat | None, form: str, transpose: bool) -> ModuleType | None:
+    """The module that writes one orientation of a gradient; None where it is absent."""
+    if fmt is None:
+        return None
+    if cuda_fourbit.supports(fmt, form, transpose):
+        return cuda_fourbit
+    return cuda_kernels if cuda_kernels.supports_gradient(fmt, form) else fallback
+
+
+def _each_side(
+    g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, row_amax, col_amax
+) -> tuple[Tensor, ...]:
+    """`gradient_operands` where one orientation at least is of `cuda_fourbit`: one after another.
+
+    Their random bits are the element's own, so they are the same in one kernel or two.
+    """
+    d, w = ([g.new_empty(0, dtype=torch.float32) for _ in range(2)] for _ in range(2))
+    rest, known = (seed, stream), (row_amax, col_amax)
+    sums = g.new_empty(0, dtype=torch.float32)
+    if wgrad is not None and cuda_fourbit.supports(wgrad, form_w, True):
+        *w, sums = cuda_fourbit.column_gradient(g, fold, wgrad, form_w, bias_grad, *rest)
+    elif wgrad is not None:
+        _, _, *w, sums = cuda_kernels.quantize_grad(
+            g, fold, None, wgrad, "none", form_w, bias_grad, *rest, *known
+        )
+    if dgrad is not None and cuda_fourbit.supports(dgrad, form_d, False):
+        d = list(cuda_fourbit.row_gradient(g, dgrad, form_d, *rest))
+    elif dgrad is not None:
+        d = list(
+            cuda_kernels.quantize_grad(g, None, dgrad, None, form_d, "none", False, *rest, *known)
+        )[:2]
+    if bias_grad and wgrad is None:
+        sums = fallback.column_sums(g.float())
+    return *d, *w, sums
 
 
 def act_grad(
@@ -91,7 +156,3 @@ def act_grad(
 ) -> tuple[Tensor, ...]:
     """See `primitives.act_grad_` and `primitives.glu_grad_`; ``out`` may be g's accumulator."""
     return cuda_kernels.act_grad(g, z, up, act, folds, amax, out)
-
-
-def _gradient(fmt: TensorFormat | None, form: str) -> bool:
-    return cuda_kernels.supports_gradient(fmt, form)

@@ -53,7 +53,7 @@ class Grid:
 
 E2M1 = Grid(mantissa=1, bias=1, top=6.0, sign=3)
 E4M3 = Grid(mantissa=3, bias=7, top=448.0, sign=7, nan=0x7F)
-GRIDS = {"nvfp4": E2M1, "mxfp4": E2M1, "mxfp8": E4M3}
+GRIDS = {"nvfp4": E2M1, "mxfp4": E2M1, "mxfp8": E4M3, "fp8": E4M3}
 
 
 def _signed(code: Tensor, y: Tensor, grid: Grid) -> Tensor:

@@ -11,7 +11,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import reference
+from . import block_scaled, reference
 from .formats import BLOCK, TensorFormat
 
 STRIP = 32  # rows whose sum is taken first
@@ -35,10 +35,16 @@ def quantize_operand(
     x: Tensor, fmt: TensorFormat, form: str, transpose: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Codes, scales, factor and operand of x [R, C], or of its transpose."""
-    from .primitives import as_operand
+    from .primitives import as_operand, stored_scales
 
     codes, scales, outer = reference.quantize(x.t() if transpose else x, fmt)
+    if fmt.float_scales:  # in memory as an engine reads them
+        scales = stored_scales(stored_scales(scales, fmt).contiguous(), fmt)
+        if form == "e4m3":
+            return codes, scales, outer, codes.clone()
     values, factors = reference.split(codes, scales, outer, fmt)
+    if form in block_scaled.FORMS and block_scaled.in_place(fmt, form) != "values":
+        return codes, scales, factors, block_scaled.place_of(fmt, form, scales)
     return codes, scales, factors, as_operand(values, form)
 
 
@@ -48,6 +54,10 @@ def decode_operand(
     """The operand of saved codes; transposed: [cols, R padded to the block with zeros]."""
     from .primitives import as_operand
 
+    if form == "fp4":  # tiles, transposed
+        return block_scaled.with_tail(*block_scaled.turned_tiles(codes, scales, cols), form)
+    if fmt.float_scales and form == "e4m3":
+        return _pad(codes[:, :cols].t(), fmt).contiguous() if transpose else codes.clone()
     values = reference.split(codes, scales, codes.new_empty(0), fmt)[0]
     if transpose:
         values = _pad(values[:, :cols].t(), fmt).contiguous()
@@ -72,10 +82,14 @@ def requantize_operand(
 def _operand(
     x: Tensor, fmt: TensorFormat, form: str, seed: Tensor, stream: int, bits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    from .primitives import as_operand
+    from .primitives import as_operand, stored_scales
 
     codes, scales, outer = reference.quantize(x, fmt, seed, stream, bits)
+    if fmt.float_scales and form == "e4m3":
+        return codes, stored_scales(scales, fmt).contiguous()
     values, factors = reference.split(codes, scales, outer, fmt)
+    if block_scaled.has_tail(fmt, form):
+        return block_scaled.with_tail(codes, scales, form), factors
     return as_operand(values, form), factors
 
 

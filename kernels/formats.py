@@ -8,6 +8,7 @@ arguments:
     nvfp4:row:four_over_six    with the four-over-six scale search
     nvfp4:row:fp8_exact:half   FP8-exact with the scale search in FP16 arithmetic
     mxfp8:32:sr                MXFP8, blocks of 32, stochastic rounding
+    fp8:128, fp8:tile          E4M3 with an FP32 scale for 1x128 elements, for a tile of 128x128
 
     fprop(nvfp4:row:fp8_exact, nvfp4:tensor:fp8_exact) dgrad(mxfp8:row:sr, fprop)
         wgrad(mxfp8:row:sr:fold, fprop)   (in one line)
@@ -27,9 +28,9 @@ from .errors import FormatError
 
 Search = None | str | tuple[float, ...]
 
-FORMATS = ("nvfp4", "mxfp8", "mxfp4", "s2f6")
-BLOCK = {"nvfp4": 16, "mxfp8": 32, "mxfp4": 32, "s2f6": 32}
-BITS = {"nvfp4": 4, "mxfp8": 8, "mxfp4": 4, "s2f6": 8}
+FORMATS = ("nvfp4", "mxfp8", "mxfp4", "s2f6", "fp8")
+BLOCK = {"nvfp4": 16, "mxfp8": 32, "mxfp4": 32, "s2f6": 32, "fp8": 128}
+BITS = {"nvfp4": 4, "mxfp8": 8, "mxfp4": 4, "s2f6": 8, "fp8": 8}
 SEARCHES = ("four_over_six", "half")
 # What each keyword may say, per format; the first word is the default.
 CHOICES: dict[str, dict[str, tuple]] = {
@@ -51,6 +52,11 @@ CHOICES: dict[str, dict[str, tuple]] = {
         "rotation": (None, 16, 32),
     },
     "s2f6": {"block": (32,), "rounding": ("nearest",), "rotation": (None, 16, 32)},
+    "fp8": {
+        "block": (128, "tile"),
+        "rounding": ("nearest", "stochastic"),
+        "rotation": (None, 16, 32),
+    },
 }
 
 
@@ -131,6 +137,11 @@ class TensorFormat:
         return self.block_scales == "fp8_exact" or (self.format == "mxfp8" and self.block == "row")
 
     @property
+    def float_scales(self) -> bool:
+        """True where block scales are FP32 numbers, which a GEMM reads beside the codes."""
+        return self.format == "fp8"
+
+    @property
     def padding(self) -> int:
         """The quantized axis is padded to a multiple of it: the block, or the rotation's group."""
         return max(BLOCK[self.format], self.rotation or 0)
@@ -147,7 +158,7 @@ class TensorFormat:
         if self.format == "nvfp4":
             words.append(str(self.outer))
             words += [w for w in (self.block, self.block_scales) if w in ("tile", "fp8_exact")]
-        elif self.format == "mxfp8":
+        elif self.format in ("mxfp8", "fp8"):
             words.append(str(self.block))
         if isinstance(self.scale_search, str):
             words.append(self.scale_search)
@@ -275,7 +286,7 @@ class Scheme:
             if op.fold and (name, role) != ("wgrad", "gradient"):
                 raise FormatError(f"{where}: fold belongs to wgrad.gradient")
             if op.format and op.format.block == "tile" and role != "weight":
-                raise FormatError(f"{where}: 16x16 tiles are for weights")
+                raise FormatError(f"{where}: tiles are for weights")
             if op.format and op.format.outer == "row" and op.format.stochastic:
                 raise FormatError(f"{where}: outer: row is for forward operands; use tensor")
         left, right = operands.values()
@@ -314,7 +325,7 @@ class Scheme:
             )
         if role == "activation" and saved.outer != "row" and gradient.fold:
             raise FormatError(f"{name}.gradient: nothing to fold, the activation has no row scales")
-        if role == "weight" and saved.outer != "tensor":
+        if role == "weight" and saved.outer == "row":
             raise FormatError("dgrad.weight: from: fprop needs outer: tensor")
 
     @staticmethod

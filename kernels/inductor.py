@@ -45,20 +45,22 @@ def _strides(fx_node, *args, **kwargs):
     return constrain_to_fx_strides(fx_node, *args, **kwargs)
 
 
-def _scaled_mm(fallback, a, b, engine, m, n, out_dtype):
+def _scaled_mm(fallback, a, b, engine, m, n, out_dtype, *beside):
     """`primitives.scaled_mm` as an extern kernel with a preallocated result [m, n]."""
     from torch._inductor import ir
     from torch._inductor.virtualized import V
 
     if V.graph.cpp_wrapper or 0 in (*a.get_size(), *b.get_size()):
-        return fallback(a, b, engine, m, n, out_dtype)
-    a, b = (ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(t)) for t in (a, b))
+        return fallback(a, b, engine, m, n, out_dtype, *beside)
+    tensors = [a, b, *(t for t in beside if t is not None)]  # scales and outer scales come in pairs
+    inputs = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(t)) for t in tensors]
+    name = {2: "out", 4: "scales_out", 6: "outer_out"}[len(tensors)]
     kernel = ir.ExternKernelOut(
         ir.FixedLayout(a.get_device(), out_dtype, [m, n]),
-        [a, b],
+        inputs,
         (engine, m, n),
-        python_kernel_name="torch.ops.fp4.scaled_mm.out",
-        op_overload=torch.ops.fp4.scaled_mm.out,
+        python_kernel_name=f"torch.ops.fp4.scaled_mm.{name}",
+        op_overload=getattr(torch.ops.fp4.scaled_mm, name),
     )
     return ir.TensorBox.create(kernel)
 

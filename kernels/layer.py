@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import engines
-from .formats import BITS, Operand, Scheme, TensorFormat
+from . import block_scaled, engines
+from .formats import BITS, GEMMS, Operand, Scheme, TensorFormat
 
 ops = torch.ops.fp4
 
@@ -20,7 +20,8 @@ ops = torch.ops.fp4
 WEIGHT, ACTIVATION, STREAMS = 2, 3, 16  # the gradient's is 0
 
 
-Right = tuple[Tensor, Tensor | None]  # an operand and its factor
+# An operand, its factor and, where they are not behind its rows, its block scales.
+Right = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass
@@ -72,6 +73,13 @@ def present(fmt: TensorFormat | None, factor: Tensor) -> Tensor | None:
     return factor if fmt is not None and fmt.factor else None
 
 
+def beside(engine: engines.Engine, fmt: TensorFormat | None, scales: Tensor) -> Tensor | None:
+    """Stored scales as ``engine`` reads them beside the operand; None where it reads none."""
+    if not engine.scales or fmt is None:
+        return None
+    return scales if fmt.block == "tile" else scales.t()
+
+
 def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """FP32 results stay FP32; FP16 layers sum to BF16, since unscaled sums can exceed 65504."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
@@ -87,8 +95,29 @@ class Layer:
 
     def engine(self, name: str) -> engines.Engine:
         """The engine of GEMM ``name``; the original precision has none."""
+        return engines.choose(*self._formats(name), self.device, self._turned(name))
+
+    def why_not(self, name: str) -> str:
+        """Why GEMM ``name`` is not on block-scaled tensor cores that the device has; "" else."""
+        return engines.why_not(*self._formats(name), self.device, self._turned(name))
+
+    def _formats(self, name: str) -> tuple[TensorFormat, TensorFormat]:
         left, right = getattr(self.scheme, name)
-        return engines.choose(self._format(left, name), self._format(right, name), self.device)
+        return self._format(left, name), self._format(right, name)
+
+    def _turned(self, name: str) -> bool:
+        """True where GEMM ``name`` reads saved forward codes along their other axis."""
+        right = getattr(self.scheme, name)[1]
+        return right.source == "fprop" and right.format is None
+
+    def why_reference(self) -> str:
+        """Why GEMMs on a GPU run in PyTorch's FP32, a line; "" where none does."""
+        found = []
+        for name in GEMMS:
+            if gemm := getattr(self.scheme, name):
+                left, right = (self._format(op, name) for op in gemm)
+                found.append(engines.why_reference(left, right, self.device))
+        return next((reason for reason in found if reason), "")
 
     @property
     def stores_hidden_gradient(self) -> bool:
@@ -154,11 +183,32 @@ class Layer:
             dtype = self.out_dtype
             return Term(engines.plain(x.to(dtype), w.to(dtype).t()), bias=bias)
         m, n = xq.codes.shape[0], wq.codes.shape[0]
+        engine, dtype = self.engine("fprop"), acc_dtype(self.out_dtype)
+        left, right = self._formats("fprop")
+        factors = present(left, xq.factor), present(right, wq.factor)
+        if engine.operand not in block_scaled.FORMS:
+            scales = beside(engine, left, xq.scales), beside(engine, right, wq.scales)
+            more = scales if engine.scales else ()
+            acc = ops.scaled_mm(xq.operand, wq.operand, engine.name, m, n, dtype, *more)
+            return Term(acc, *factors, bias)
+        a, scale_a = block_scaled.beside(left, engine.operand, xq.codes, xq.operand)
+        b, scale_b = block_scaled.beside(right, engine.operand, wq.codes, wq.operand)
+        inside = self._outer_inside(engine, left, right, dtype)
         acc = ops.scaled_mm(
-            xq.operand, wq.operand, self.engine("fprop").name, m, n, acc_dtype(self.out_dtype)
+            a, b, engine.name, m, n, dtype, scale_a, scale_b, *(factors if inside else ())
         )
-        left, right = self.scheme.fprop
-        return Term(acc, present(left.format, xq.factor), present(right.format, wq.factor), bias)
+        return Term(acc, *((None, None) if inside else factors), bias)
+
+    @staticmethod
+    def _outer_inside(
+        engine: engines.Engine, left: TensorFormat, right: TensorFormat, dtype: torch.dtype
+    ) -> bool:
+        """True where both outer scales are the tensor's, and BF16 results bear their product.
+
+        FP32 results get them one after the other, as specified.
+        """
+        both = left.outer == right.outer == "tensor"
+        return engine is engines.FP4 and both and dtype == torch.bfloat16
 
     def saved_weight(self, w: Tensor, wq: Quantized | None) -> tuple[Tensor, ...]:
         """What DGRAD needs of the weight."""
@@ -214,9 +264,9 @@ class Layer:
             assert g is not None
             work = self.out_dtype
             return Term(engines.plain(g.to(work), saved[0].to(work)))
-        weight, col = right or self.right("dgrad", saved, k, seed, stream)
-        engine = self._backward_engine("dgrad")
-        acc = ops.scaled_mm(operand, weight, engine, m, k, acc_dtype(self.out_dtype))
+        weight, col, scales = right or self.right("dgrad", saved, k, seed, stream)
+        engine, both = self._backward_engine("dgrad"), self._both("dgrad", operand, factor, scales)
+        acc = ops.scaled_mm(operand, weight, engine, m, k, acc_dtype(self.out_dtype), *both)
         return Term(acc, present(self.scheme.dgrad[0].format, factor), col)
 
     def wgrad(
@@ -229,33 +279,50 @@ class Layer:
             assert g is not None
             work = self.out_dtype
             return engines.plain(g.to(work).t(), saved[0].to(work)).to(dtype)
-        x, col = right or self.right("wgrad", saved, k, seed, stream)
-        acc = ops.scaled_mm(operand, x, self._backward_engine("wgrad"), n, k, acc_dtype(dtype))
+        x, col, scales = right or self.right("wgrad", saved, k, seed, stream)
+        engine, both = self._backward_engine("wgrad"), self._both("wgrad", operand, factor, scales)
+        acc = ops.scaled_mm(operand, x, engine, n, k, acc_dtype(dtype), *both)
         return Term(acc, present(self.scheme.wgrad[0].format, factor), col).value(dtype)
+
+    def _both(
+        self, name: str, operand: Tensor, factor: Tensor, scales: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """`scaled_mm`'s block scales for a gradient and the operand beside it, if it has any."""
+        if scales is None:
+            return ()
+        own = factor if self.engine(name).scales else operand.new_empty(0, dtype=torch.uint8)
+        return own, scales
 
     def right(
         self, name: str, saved: tuple[Tensor, ...], k: int, seed: Tensor | None, stream: int
     ) -> Right:
-        """The operand [K, reduced] beside the gradient in a backward GEMM, and its factor."""
+        """The operand [K, reduced] beside the gradient in a backward GEMM; see `Right`."""
         stream += WEIGHT if name == "dgrad" else ACTIVATION
         gradient, op = getattr(self.scheme, name)
-        form = self.engine(name).operand
+        engine = self.engine(name)
+        form = engine.operand
         codes, scales, factor = saved
         fmt = self._format(op, name)
         if op.source == "input":
             # quantized along the reduction axis already: codes are [K, reduced]
+            if form in block_scaled.FORMS and block_scaled.in_place(fmt, form) != "values":
+                swizzled = block_scaled.place_of(fmt, form, scales)
+                return codes, present(fmt, factor), swizzled
             reduced = codes.shape[1] * 8 // BITS[fmt.format]
-            operand = ops.decode(codes, scales, str(fmt), reduced, form, False)
-            return operand, present(fmt, factor)
+            operand = codes if engine.scales else (
+                ops.decode(codes, scales, str(fmt), reduced, form, False)
+            )  # fmt: skip
+            return operand, present(fmt, factor), beside(engine, fmt, scales)
         if op.format is None:
             operand = ops.decode(codes, scales, str(fmt), k, form, True)
-            return operand, None if gradient.fold else present(fmt, factor)
+            turned = scales.t() if engine.scales else None  # of tiles
+            return operand, None if gradient.fold else present(fmt, factor), turned
         assert self.scheme.fprop is not None
         source = self.scheme.fprop[1 if name == "dgrad" else 0].format
         operand, factor = ops.requantize(
             codes, scales, factor, str(source), k, str(fmt), form, seed, stream
         )
-        return operand, present(fmt, factor)
+        return operand, present(fmt, factor), factor if engine.scales else None
 
     def needs_seed(self, need_x: bool, need_w: bool) -> bool:
         """True where a backward operand that is needed is rounded stochastically."""

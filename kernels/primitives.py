@@ -2,7 +2,8 @@
 
 They are what the AOT graphs show. Each is one kernel; which implementation runs (CUDA, native C++,
 PyTorch reference) depends on the device alone. Words: an *operand* is the tensor a GEMM reads, a
-*factor* what its result is multiplied with afterwards (docs/design.md).
+*factor* what its result is multiplied with afterwards (docs/design.md). An operand in FP8 with FP32
+scales has those in the place of the factor where the engine reads them beside it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import engines
+from . import block_scaled, engines
 from .activations import ACTIVATIONS, evaluate
 from .formats import BITS, BLOCK, TensorFormat
 from .reference import padded
@@ -66,7 +67,7 @@ def as_operand(values: Tensor, form: str) -> Tensor:
     """FP32 ``values`` (exact in the form) as the tensor an engine reads."""
     if form == "none":
         return values.new_empty(0)
-    if form == "e4m3":
+    if form in ("e4m3", "mx"):
         return values.to(torch.float8_e4m3fn).view(torch.uint8)
     return values.to(engines.OPERAND_DTYPES[form])
 
@@ -76,8 +77,23 @@ def fake_codes(x: Tensor, rows, cols, fmt: TensorFormat) -> tuple[Tensor, Tensor
     width = padded(cols, fmt)
     dtype = torch.int8 if fmt.format == "s2f6" else torch.uint8
     codes = x.new_empty((rows, width * BITS[fmt.format] // 8), dtype=dtype)
-    scales = x.new_empty((rows, width // BLOCK[fmt.format]), dtype=torch.uint8)
+    if fmt.float_scales:
+        scales = stored_scales(empty_scales(x, rows, width, fmt), fmt)
+    else:
+        scales = x.new_empty((rows, width // BLOCK[fmt.format]), dtype=torch.uint8)
     return codes, scales, fake_factor(x, rows, fmt)
+
+
+def stored_scales(scales: Tensor, fmt: TensorFormat) -> Tensor:
+    """FP32 scales in the engine's shape -> in the public one, a view; and back."""
+    return scales if fmt.block == "tile" else scales.t()
+
+
+def empty_scales(x: Tensor, rows, width, fmt: TensorFormat) -> Tensor:
+    """FP32 scales of [rows, width] as an engine reads them: [width/128, rows], or tile by tile."""
+    blocks = width // BLOCK[fmt.format]
+    shape = ((rows + 127) // 128, blocks) if fmt.block == "tile" else (blocks, rows)
+    return x.new_empty(shape, dtype=torch.float32)
 
 
 def fake_factor(x: Tensor, rows, fmt: TensorFormat) -> Tensor:
@@ -86,25 +102,53 @@ def fake_factor(x: Tensor, rows, fmt: TensorFormat) -> Tensor:
     return x.new_empty((size,), dtype=torch.float32)
 
 
+def fake_beside(x: Tensor, rows, cols, fmt: TensorFormat, form: str) -> Tensor:
+    """What comes with an operand [rows, cols]: its factor, or scales that the engine reads."""
+    if fmt.float_scales and form == "e4m3":
+        return empty_scales(x, rows, padded(cols, fmt), fmt)
+    return fake_factor(x, rows, fmt)
+
+
 def fake_operand(x: Tensor, rows, cols, fmt: TensorFormat, form: str) -> Tensor:
-    """Empty operand: [rows, cols padded to the block] in the engine's dtype; [0] for "none"."""
+    """Empty operand: [rows, cols padded to the block] in the engine's dtype; [0] for "none".
+
+    Block-scaled forms: with its scales behind its rows (block_scaled.py).
+    """
     if form == "none":
         return x.new_empty((0,), dtype=torch.float32)
-    shape = (rows, padded(cols, fmt))
-    return x.new_empty(shape, dtype=engines.OPERAND_DTYPES[form])
+    width = padded(cols, fmt)
+    if form == "fp4":
+        width = width // 2
+    if block_scaled.has_tail(fmt, form) and width != 0:
+        rows = rows + block_scaled.tail(rows, width, form)
+    return x.new_empty((rows, width), dtype=engines.OPERAND_DTYPES[form])
+
+
+def fake_place(x: Tensor, rows, cols, fmt: TensorFormat, form: str) -> Tensor:
+    """Empty result of `quantize` in the place of an operand."""
+    what = block_scaled.in_place(fmt, form) if form in block_scaled.FORMS else "values"
+    if what == "values":
+        return fake_operand(x, rows, cols, fmt, form)
+    blocks = padded(cols, fmt) // BLOCK[fmt.format]
+    size = block_scaled.scale_bytes(rows, blocks) if what == "scales" else 0
+    return x.new_empty((size,), dtype=torch.uint8)
 
 
 def _fake_quantize(x, format, operand, transpose):
     fmt = TensorFormat.parse(format)
     rows, cols = (x.shape[1], x.shape[0]) if transpose else x.shape
-    return *fake_codes(x, rows, cols, fmt), fake_operand(x, rows, cols, fmt, operand)
+    return *fake_codes(x, rows, cols, fmt), fake_place(x, rows, cols, fmt, operand)
 
 
 @primitive(
     f"quantize(Tensor x, str format, str operand, bool transpose) -> {_QUANTIZED}", _fake_quantize
 )
 def quantize(x: Tensor, format: str, operand: str, transpose: bool):
-    """x [R, C] (or its transpose) along the last axis -> codes, scales, factor, operand."""
+    """x [R, C] (or its transpose) along the last axis -> codes, scales, factor, operand.
+
+    Where the codes are the operand's rows there are its block scales in its place, if any
+    (`block_scaled.in_place`).
+    """
     fmt = TensorFormat.parse(format)
     return implementation(x, fmt).quantize_operand(x, fmt, operand, transpose)
 
@@ -181,7 +225,8 @@ def decode(codes, scales, format, cols, operand, transpose):
 def _fake_requantize(codes, scales, factor, source, cols, format, operand, seed, stream):
     fmt = TensorFormat.parse(format)
     rows = codes.shape[0]
-    return fake_operand(codes, cols, rows, fmt, operand), fake_factor(codes, cols, fmt)
+    beside = fake_beside(codes, cols, rows, fmt, operand)
+    return fake_operand(codes, cols, rows, fmt, operand), beside
 
 
 @primitive(
@@ -202,7 +247,8 @@ def _fake_gradient(g, dgrad, wgrad, operand_d, operand_w, bias_grad):
     for text, form, rows, cols in ((dgrad, operand_d, m, n), (wgrad, operand_w, n, m)):
         if text:
             fmt = TensorFormat.parse(text)
-            out += [fake_operand(g, rows, cols, fmt, form), fake_factor(g, rows, fmt)]
+            beside = fake_beside(g, rows, cols, fmt, form)
+            out += [fake_operand(g, rows, cols, fmt, form), beside]
         else:
             out += [g.new_empty((0,), dtype=torch.float32) for _ in range(2)]
     return *out, g.new_empty((n if bias_grad else 0,), dtype=torch.float32)
@@ -388,28 +434,67 @@ def glu_grad_quantize(g, row, col, acc_g, row_g, col_g, bias_g, acc_u, row_u, co
     )
 
 
-def _fake_scaled_mm(a, b, engine, m, n, out_dtype):
+def _fake_scaled_mm(a, b, engine, m, n, out_dtype, *beside):
     return a.new_empty((m, n), dtype=out_dtype)
 
 
+_BESIDE = "Tensor? scale_a=None, Tensor? scale_b=None, Tensor? outer_a=None, Tensor? outer_b=None"
+
+
 @primitive(
-    "scaled_mm(Tensor a, Tensor b, str engine, SymInt m, SymInt n, ScalarType out_dtype) -> Tensor",
+    "scaled_mm(Tensor a, Tensor b, str engine, SymInt m, SymInt n, ScalarType out_dtype,"
+    f" {_BESIDE}) -> Tensor",
     _fake_scaled_mm,
 )
-def scaled_mm(a, b, engine, m, n, out_dtype):
-    """a[m, K] b[n, K]^T of two operands by ``engine``, FP32 sums, no factor applied."""
-    return engines.matmul(a, b, engine, out_dtype)
+def scaled_mm(
+    a, b, engine, m, n, out_dtype, scale_a=None, scale_b=None, outer_a=None, outer_b=None
+):
+    """a[m, K] b[n, K]^T of two operands by ``engine``, FP32 sums, no factor applied.
+
+    ``scale_a``, ``scale_b``: block scales that ``engine`` reads beside the operands (engines.py).
+    ``outer_a``, ``outer_b``: factors [1] that engine fp4 applies inside of the call.
+    """
+    beside = (scale_a, scale_b, (m, n), (outer_a, outer_b))
+    return engines.matmul(a, b, engine, out_dtype, None, *beside)
 
 
 LIBRARY.define(
-    "scaled_mm.out(Tensor a, Tensor b, str engine, SymInt m, SymInt n, *, Tensor(a!) out)"
-    " -> Tensor(a!)"
+    f"scaled_mm.out(Tensor a, Tensor b, str engine, SymInt m, SymInt n, {_BESIDE},"
+    " *, Tensor(a!) out) -> Tensor(a!)"
 )
 
 
-def scaled_mm_out(a, b, engine, m, n, out):
+def scaled_mm_out(
+    a, b, engine, m, n, scale_a=None, scale_b=None, outer_a=None, outer_b=None, *, out
+):
     """`scaled_mm` into ``out`` [m, n], contiguous; Inductor calls it (inductor.py)."""
-    return engines.matmul(a, b, engine, out.dtype, out)
+    beside = (scale_a, scale_b, (m, n), (outer_a, outer_b))
+    return engines.matmul(a, b, engine, out.dtype, out, *beside)
 
 
 LIBRARY.impl("scaled_mm.out", scaled_mm_out, "CompositeExplicitAutograd")
+
+# The same with the tensors first, as Inductor writes an extern kernel's arguments.
+_TENSORS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b"
+LIBRARY.define(
+    f"scaled_mm.scales_out({_TENSORS}, str engine, SymInt m, SymInt n, *, Tensor(a!) out)"
+    " -> Tensor(a!)"
+)
+LIBRARY.define(
+    f"scaled_mm.outer_out({_TENSORS}, Tensor outer_a, Tensor outer_b, str engine, SymInt m,"
+    " SymInt n, *, Tensor(a!) out) -> Tensor(a!)"
+)
+
+
+def scaled_mm_scales_out(a, b, scale_a, scale_b, engine, m, n, *, out):
+    """`scaled_mm_out` of an engine that reads scales."""
+    return scaled_mm_out(a, b, engine, m, n, scale_a, scale_b, out=out)
+
+
+def scaled_mm_outer_out(a, b, scale_a, scale_b, outer_a, outer_b, engine, m, n, *, out):
+    """`scaled_mm_out` with outer scales inside of the call."""
+    return scaled_mm_out(a, b, engine, m, n, scale_a, scale_b, outer_a, outer_b, out=out)
+
+
+LIBRARY.impl("scaled_mm.scales_out", scaled_mm_scales_out, "CompositeExplicitAutograd")
+LIBRARY.impl("scaled_mm.outer_out", scaled_mm_outer_out, "CompositeExplicitAutograd")

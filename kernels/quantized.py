@@ -20,8 +20,9 @@ class QuantizedTensor:
     """A tensor of ``shape`` [..., C] quantized along its last axis; Cp = C padded to the block.
 
     ``codes``: uint8 [..., Cp/2] for 4-bit formats (element 2i in the low nibble), uint8 [..., Cp]
-    for MXFP8, int8 [..., Cp] for S2F6. ``scales``: uint8 [..., Cp/block]: E4M3 bytes for NVFP4
-    (block 16), E8M0 bytes otherwise (block 32); repeated where a coarser block shares one.
+    for FP8 and MXFP8, int8 [..., Cp] for S2F6. ``scales``: uint8 [..., Cp/block]: E4M3 bytes for
+    NVFP4 (block 16), E8M0 bytes for MX formats and S2F6 (block 32), repeated where a coarser block
+    shares one; FP8: FP32 [..., Cp/128], or one for each tile of the R rows, [ceil(R/128), Cp/128].
     ``outer``: FP32 [...] or [] for NVFP4, [0] otherwise. Layout and formulas: docs/numerics.md.
     """
 
@@ -43,7 +44,9 @@ class QuantizedTensor:
         """
         rows, cols = _rows(self.shape), self.shape[-1]
         codes = self.codes.reshape(rows, self.codes.shape[-1])
-        scales = self.scales.reshape(rows, self.scales.shape[-1])
+        scales = self.scales
+        if not _one_a_tile(self.format):
+            scales = scales.reshape(rows, scales.shape[-1])
         outer = self.outer.reshape(rows) if self.format.outer == "row" else self.outer
         x = reference.dequantize(codes, scales, outer, self.format, cols, dtype)
         return x.reshape(self.shape)
@@ -64,7 +67,7 @@ def quantize(
 ) -> QuantizedTensor:
     """Quantize x [..., C] (FP32, BF16 or FP16, any strides, at least 1-D) along its last axis.
 
-    ``format``: "nvfp4", "mxfp8", "mxfp4" or "s2f6"; the keywords are those of `TensorFormat`.
+    ``format``: a name of `formats.FORMATS`; the keywords are those of `TensorFormat`.
     ``rounding="stochastic"`` needs ``seed``: an int64 tensor with one element on x's device, or an
     int; the same seed and ``stream`` give the same bits. Not differentiable.
 
@@ -79,7 +82,7 @@ def quantize(
     lead = x.shape[:-1]
     return QuantizedTensor(
         codes=codes.reshape(*lead, codes.shape[1]),
-        scales=scales.reshape(*lead, scales.shape[1]),
+        scales=scales if _one_a_tile(fmt) else scales.reshape(*lead, scales.shape[1]),
         outer=outers.reshape(lead) if fmt.outer == "row" else outers,
         format=fmt,
         shape=x.shape,
@@ -88,6 +91,11 @@ def quantize(
 
 def _rows(shape: torch.Size) -> int:
     return math.prod(shape[:-1])
+
+
+def _one_a_tile(fmt: TensorFormat) -> bool:
+    """True where scales are stored once a tile, not for each row."""
+    return fmt.float_scales and fmt.block == "tile"
 
 
 def _check(x: Tensor) -> None:

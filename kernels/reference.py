@@ -5,7 +5,7 @@
 | `elements` | E2M1, E4M3, E8M0, S2F6: encode, decode, stochastic rounding, packing |
 | `philox` | counter-based random bits |
 | `rotation` | Hadamard rotation |
-| `nvfp4`, `mx` | block scales and codes |
+| `nvfp4`, `mx`, `fp8` | block scales and codes |
 | `layout` | block scales as tensor cores read them |
 | here | a tensor to codes and back, for every `TensorFormat` |
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import mx, nvfp4, rotation
+from . import fp8, mx, nvfp4, rotation
 from .elements import E4M3, GRIDS, decode, e8m0_decode, pack, s2f6_decode, unpack
 from .errors import InputError
 from .formats import BITS, BLOCK, TensorFormat
@@ -62,8 +62,9 @@ def quantize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x [R, C], any float dtype and strides -> codes, scales, outer, along the last axis.
 
-    codes: uint8 [R, Cp/2] for 4-bit formats, uint8 [R, Cp] for MXFP8, int8 [R, Cp] for S2F6.
-    scales: uint8 [R, Cp/block], repeated where a coarser block shares one.
+    codes: uint8 [R, Cp/2] for 4-bit formats, uint8 [R, Cp] for FP8 and MXFP8, int8 for S2F6.
+    scales: uint8 [R, Cp/block], repeated where a coarser block shares one; FP8: FP32 [R, Cp/128],
+    or one a tile, [ceil(R/128), Cp/128].
     outer: FP32 [R] ("row"), [] ("tensor"), [0] (formats without).
     Stochastic rounding takes ``bits`` (int32 [R, C] or [R, Cp], 16-bit values) or draws its own
     from ``seed`` (int64, one element) and ``stream``; `InputError` without either.
@@ -73,22 +74,27 @@ def quantize(
     if fmt.rotation:
         x = rotation.rotate(x, fmt.rotation)
     bits = _bits((x.shape[0], x.shape[1]), fmt, seed, stream, bits)
-    module = nvfp4 if fmt.format == "nvfp4" else mx
+    module = {"nvfp4": nvfp4, "fp8": fp8}.get(fmt.format, mx)
     codes, scales, outer = module.quantize(x.contiguous(), fmt, bits)
     return pack(codes) if BITS[fmt.format] == 4 else codes, scales, outer
 
 
-def _elements(codes: Tensor, fmt: TensorFormat) -> Tensor:
+def elements(codes: Tensor, fmt: TensorFormat) -> Tensor:
     """Codes -> FP32 element values [R, Cp], without any scale."""
     if fmt.format == "s2f6":
         return s2f6_decode(codes)
+    if fmt.format == "fp8":
+        return fp8.elements(codes)
     return decode(unpack(codes) if BITS[fmt.format] == 4 else codes, GRIDS[fmt.format])
 
 
 def values(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int | None = None) -> Tensor:
     """Code x block scale, without the outer scale: FP32 [R, Cp], or [R, cols]; rotation kept."""
-    scale = decode(scales, E4M3) if fmt.format == "nvfp4" else e8m0_decode(scales)
-    blocks = _elements(codes, fmt).unflatten(1, (scales.shape[1], BLOCK[fmt.format]))
+    blocks = elements(codes, fmt).unflatten(1, (scales.shape[1], BLOCK[fmt.format]))
+    if fmt.float_scales:
+        scale = fp8.per_row(scales, codes.shape[0], fmt)
+    else:
+        scale = decode(scales, E4M3) if fmt.format == "nvfp4" else e8m0_decode(scales)
     product = (blocks * scale[..., None]).flatten(1)
     return product if cols is None else product[:, :cols]
 
@@ -101,7 +107,7 @@ def split(codes: Tensor, scales: Tensor, outer: Tensor, fmt: TensorFormat) -> tu
     """
     if fmt.format == "mxfp8" and fmt.block == "row":
         byte = scales.amax(1) if scales.shape[1] else scales.new_zeros(scales.shape[0])
-        return _elements(codes, fmt), e8m0_decode(byte)
+        return elements(codes, fmt), e8m0_decode(byte)
     return values(codes, scales, fmt), outer.reshape(-1)
 
 

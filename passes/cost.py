@@ -20,7 +20,7 @@ import sympy
 from fp4compile.kernels.cuda_operands import supports
 from fp4compile.kernels.formats import GEMMS, PREACTIVATION, Operand, Scheme, TensorFormat
 
-from .machines import ENGINES, MACHINES, Machine, choose, stored
+from .machines import ENGINES, MACHINES, Machine, choose, rate_of, stored
 
 M, K, N = sympy.symbols("M K N", positive=True)
 Size = Any  # a sympy expression or a number
@@ -35,8 +35,9 @@ SHARES = {
     ("act_quantize", "exact"): 0.55, ("act_quantize", "exact, FP32"): 0.33,
     ("act_quantize", "searched"): 0.56, ("act_quantize", ""): 0.55,
     ("act_quantize codes", "searched"): 0.36, ("act_quantize codes", ""): 0.57,
-    ("decode", ""): 0.62, ("requantize", ""): 0.335,
-    ("gradient", "row"): 0.71, ("gradient", ""): 0.63,
+    ("decode", ""): 0.62, ("requantize", ""): 0.335, ("requantize", "fp8"): 0.535,
+    ("gradient", "row"): 0.71, ("gradient", "fp8"): 0.79, ("gradient", ""): 0.63,
+    ("quantize", "fp8"): 0.98, ("act_quantize codes", "fp8"): 0.74,
     ("act_grad", ""): 0.91, ("pointwise", ""): 0.92, ("optimizer", ""): 0.85, ("GEMM", ""): 1.0,
     # Formats without a kernel: PyTorch, about 60 passes over FP32 tensors, counted and not timed.
     ("PyTorch", ""): 0.008,
@@ -82,6 +83,8 @@ def _number(value: Size, sizes: dict | None) -> float:
 
 def kind(fmt: TensorFormat) -> str:
     """What a format's kernel has to do, as `SHARES` calls it."""
+    if fmt.float_scales:
+        return "fp8"
     if fmt.block_scales == "fp8_exact":
         return "exact" if fmt.scale_search == "half" else "exact, FP32"
     if fmt.scale_search:
@@ -144,7 +147,7 @@ class Costs:
             rate = "bf16" if self.high == 2 else "fp32"
             a = b = float(self.high)
         else:
-            rate = ENGINES[engine].rate
+            rate = rate_of(engine, self.format(name, 1))
             a, b = (ENGINES[engine].operand(self.format(name, side)) for side in (0, 1))
         moved = a * rows * depth + b * cols * depth + self.high * rows * cols
         work, backward = 2 * rows * cols * depth, name != "fprop"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fp4compile.kernels import block_scaled, engines
 from fp4compile.kernels.errors import InputError
 from fp4compile.kernels.formats import BITS, BLOCK, TensorFormat
 
@@ -30,7 +31,7 @@ def _rates(source: str, **tera: float) -> dict[str, Rate]:
 
 @dataclass(frozen=True)
 class Machine:
-    """A GPU: copy bandwidth, GEMM rates, and ``engines`` in order of preference (`ENGINES`).
+    """A GPU: copy bandwidth, GEMM rates and compute capability, which says its engines.
 
     ``device``: words of which one is in the name that its driver gives. ``issue``: instructions of
     single threads a second. ``launch``: seconds that the smallest kernel takes in a CUDA graph.
@@ -38,7 +39,7 @@ class Machine:
 
     name: str
     device: tuple[str, ...]
-    engines: tuple[str, ...]
+    capability: tuple[int, int]
     bandwidth: Rate
     issue: Rate
     rates: dict[str, Rate] = field(hash=False)
@@ -56,26 +57,28 @@ def _issue(multiprocessors: int, gigahertz: float) -> Rate:
     return Rate(multiprocessors * 128 * gigahertz * 1e9, "datasheet")
 
 
-BLACKWELL = ("fp4", "mxfp8", "fp8", "bf16")
 MACHINES = {
     machine.name: machine
     for machine in (
         Machine(
-            "H200", ("H200",), ("fp8_block", "fp8", "bf16"), Rate(4.28 * TERA, "measured"),
+            "H200", ("H200",), (9, 0), Rate(4.28 * TERA, "measured"),
             _issue(132, 1.98),
-            {**_rates("measured", bf16=710, fp8=1420), **_rates("datasheet", fp32=67)},
+            {
+                **_rates("measured", bf16=710, fp8=1420, fp8_block=1220, fp8_blocks=885),
+                **_rates("datasheet", fp32=67),
+            },
             Rate(1.6e-6, "measured"),
         ),
         Machine(
-            "B200", ("B200",), BLACKWELL, Rate(8.0 * TERA, "datasheet"), _issue(148, 1.965),
+            "B200", ("B200",), (10, 0), Rate(8.0 * TERA, "datasheet"), _issue(148, 1.965),
             {**_rates("article", bf16=1400, fp8=2750, fp4=5030), **_rates("datasheet", fp32=75)},
         ),
         Machine(
-            "GB300", ("GB300", "B300"), BLACKWELL, Rate(8.0 * TERA, "datasheet"),
+            "GB300", ("GB300", "B300"), (10, 3), Rate(8.0 * TERA, "datasheet"),
             _issue(160, 1.92), _rates("datasheet", bf16=2500, fp8=5000, fp4=15000, fp32=75),
         ),
         Machine(
-            "RTX 5090", ("RTX 5090",), BLACKWELL, Rate(1.79 * TERA, "datasheet"),
+            "RTX 5090", ("RTX 5090",), (12, 0), Rate(1.79 * TERA, "datasheet"),
             _issue(170, 2.407), _rates("datasheet", bf16=209, fp8=419, fp4=1676, fp32=105),
         ),
     )
@@ -101,15 +104,12 @@ def of_device(name: str) -> Machine | None:
 
 @dataclass(frozen=True)
 class Engine:
-    """A way to multiply two formats, as `kernels.engines` and `explain` call it.
+    """What an engine of `kernels.engines` costs: the name of its rate, and bytes an element.
 
-    ``rate``: of a machine. ``fits(left, right, turned)``: exact for the two formats; ``turned``:
-    the right one is saved codes, read along their other axis. ``beside(fmt)``: bytes an element
-    that quantizing writes beside the codes; ``operand(fmt)``: bytes an element that a GEMM reads.
+    ``beside(fmt)``: what quantizing writes beside the codes; ``operand(fmt)``: what a GEMM reads.
     """
 
     rate: str
-    fits: Callable[[TensorFormat, TensorFormat, bool], bool]
     beside: Callable[[TensorFormat], float]
     operand: Callable[[TensorFormat], float]
 
@@ -120,15 +120,10 @@ def stored(fmt: TensorFormat) -> float:
 
 
 def scale_bytes(fmt: TensorFormat) -> float:
-    """Bytes an element of block scales: a byte each, or FP32 (format fp8)."""
-    return SCALE_BYTES.get(fmt.format, 1) / BLOCK[fmt.format]
-
-
-SCALE_BYTES = {"fp8": 4}
-
-
-def _e4m3(fmt: TensorFormat) -> bool:
-    return fmt.format == "mxfp8" or fmt.exact_in_fp8
+    """Bytes an element of block scales: a byte each, or FP32, of a tile once."""
+    if not fmt.float_scales:
+        return 1 / BLOCK[fmt.format]
+    return 4 / BLOCK[fmt.format] ** (2 if fmt.block == "tile" else 1)
 
 
 def _own(fmt: TensorFormat, scales: float) -> float:
@@ -137,41 +132,29 @@ def _own(fmt: TensorFormat, scales: float) -> float:
 
 
 ENGINES: dict[str, Engine] = {
-    "fp4": Engine(
-        "fp4",
-        lambda a, b, turned: a.format == b.format == "nvfp4" and (not turned or b.block == "tile"),
-        scale_bytes,
-        stored,
-    ),
+    "fp4": Engine("fp4", scale_bytes, stored),
     "mxfp8": Engine(
         "fp8",
-        lambda a, b, turned: _e4m3(a) and _e4m3(b),
         lambda fmt: _own(fmt, 0.0 if fmt.block == "row" else scale_bytes(fmt)),
         lambda fmt: 1.0 + (0.0 if fmt.exact_in_fp8 else scale_bytes(fmt)),
     ),
-    "fp8": Engine(
-        "fp8",
-        lambda a, b, turned: a.exact_in_fp8 and b.exact_in_fp8,
-        lambda fmt: _own(fmt, 0.0),
-        lambda fmt: 1.0,
-    ),
-    "fp8_block": Engine(
-        "fp8",
-        lambda a, b, turned: a.format == b.format == "fp8",
-        lambda fmt: 0.0,
-        stored,
-    ),
-    "bf16": Engine(
-        "bf16",
-        lambda a, b, turned: "fp8" not in (a.format, b.format),
-        lambda fmt: 2.0,
-        lambda fmt: 2.0,
-    ),
-    "reference": Engine("fp32", lambda a, b, turned: True, lambda fmt: 4.0, lambda fmt: 4.0),
+    "fp8": Engine("fp8", lambda fmt: _own(fmt, 0.0), lambda fmt: 1.0),
+    "fp8_block": Engine("fp8_block", lambda fmt: 0.0, stored),
+    "bf16": Engine("bf16", lambda fmt: 2.0, lambda fmt: 2.0),
+    "reference": Engine("fp32", lambda fmt: 4.0, lambda fmt: 4.0),
 }
 
 
 def choose(left: TensorFormat, right: TensorFormat, machine: Machine, turned: bool = False) -> str:
-    """The name of the engine that multiplies two formats on ``machine``."""
-    names = (*machine.engines, "reference")
-    return next(name for name in names if ENGINES[name].fits(left, right, turned))
+    """The engine of ``machine`` for two formats, if its software has it, as `engines.choose`."""
+    known = machine.capability in block_scaled.CAPABILITIES
+    form = block_scaled.form_for(left, right, turned) if known else ""
+    if form:
+        return engines.BLOCK_SCALED[form].name
+    return engines.without_block_scales(left, right, machine.capability).name
+
+
+def rate_of(engine: str, right: TensorFormat) -> str:
+    """The rate of a GEMM: fp8_block is slower where both operands are in blocks of 1x128."""
+    rate = ENGINES[engine].rate
+    return "fp8_blocks" if rate == "fp8_block" and right.block != "tile" else rate

@@ -54,7 +54,10 @@ def mlp_arms() -> dict[str, Arm]:
     arms: dict[str, Arm] = {
         "bf16": bf16,
         "fp8-exact": fp4("fp8-exact", MLP_ONLY),
+        "fp8-block": fp4("fp8-block", MLP_ONLY),
         "thinking-machines": fp4("thinking-machines", MLP_ONLY),
+        "nvidia": fp4("nvidia", MLP_ONLY),
+        "mxfp4": fp4("mxfp4", MLP_ONLY),
     }
     return {**arms, **_torchao_arms()}
 

@@ -16,13 +16,15 @@ fp4 = torch.ops.fp4
 EXACT, FP32_SEARCH = "nvfp4:row:fp8_exact:half", "nvfp4:row:fp8_exact"
 PLAIN, SEARCH = "nvfp4:row", "nvfp4:row:four_over_six"
 ROW, B32 = "mxfp8:row:sr", "mxfp8:32:sr"
+FP8, TILE = "fp8:128", "fp8:tile"
+NVIDIA, MXFP4 = ("nvfp4:tensor", "had16"), ("mxfp4", "had32")
 Case = tuple[str, Callable[[], object], float]
 
 
 def stored(text: str) -> float:
     """Bytes an element of codes and block scales."""
     fmt = TensorFormat.parse(text)
-    return BITS[fmt.format] / 8 + 1 / BLOCK[fmt.format]
+    return BITS[fmt.format] / 8 + (4 if fmt.float_scales else 1) / BLOCK[fmt.format]
 
 
 def cases(m: int, k: int) -> Iterator[Case]:
@@ -66,6 +68,41 @@ def cases(m: int, k: int) -> Iterator[Case]:
         6,
     )
     yield from _decodes(x, seed)
+    yield from _blocks(x)
+    for name, (fmt, rotation) in (("nvidia", NVIDIA), ("mxfp4", MXFP4)):
+        yield from _four_bit(name, fmt, rotation, x, seed)
+
+
+def _four_bit(name: str, fmt: str, rotation: str, x: Tensor, seed: Tensor) -> Iterator[Case]:
+    """What the recipes ``name`` run; NVFP4 reads its input a second time for the maximum."""
+    rotated, drawn = f"{fmt}:{rotation}", f"{fmt}:sr"
+    both = f"{drawn}:{rotation}"
+    codes, scales, _, _ = fp4.quantize(x, rotated, "none", True)
+    yield (
+        f"{name}: rows, + BF16",
+        lambda: fp4.quantize(x, fmt, "bf16", False),
+        4 + stored(fmt),
+    )
+    yield (
+        f"{name}: rotated columns",
+        lambda: fp4.quantize(x, rotated, "none", True),
+        2 + stored(fmt),
+    )
+    yield (
+        f"{name}: gradient along rows, + BF16",
+        lambda: fp4.quantize_grad(x, None, drawn, "", "bf16", "none", False, seed, 0),
+        4,
+    )
+    yield (
+        f"{name}: gradient along rotated columns, + BF16",
+        lambda: fp4.quantize_grad(x, None, "", both, "none", "bf16", False, seed, 0),
+        4,
+    )
+    yield (
+        f"{name}: decode to BF16",
+        lambda: fp4.decode(codes, scales, rotated, x.shape[0], "bf16", False),
+        2 + stored(fmt),
+    )
 
 
 def activations(x: Tensor, row: Tensor, col: Tensor) -> Iterator[Case]:
@@ -94,6 +131,29 @@ def _decodes(x: Tensor, seed: Tensor) -> Iterator[Case]:
             saved, saved_scales, saved_factor, SEARCH, k, B32, "bf16", seed, 0
         ),
         2 + stored(SEARCH),
+    )
+
+
+def _blocks(x: Tensor) -> Iterator[Case]:
+    """The kernels of `fp8-block`: codes are the operand."""
+    k = x.shape[1]
+    yield "row quantize, fp8", lambda: fp4.quantize(x, FP8, "e4m3", False), 2 + stored(FP8)
+    yield "weight tiles, fp8", lambda: fp4.quantize(x, TILE, "e4m3", False), 3
+    yield (
+        "gelu_tanh + quantize, fp8",
+        lambda: fp4.act_quantize(x, None, None, None, "gelu_tanh", FP8, "e4m3"),
+        2 + stored(FP8),
+    )
+    yield (
+        "gradient both ways, fp8",
+        lambda: fp4.quantize_grad(x, None, FP8, FP8, "e4m3", "e4m3", True, None, 0),
+        2 + 2 * stored(FP8),
+    )
+    codes, scales, factor, _ = fp4.quantize(x, FP8, "none", False)
+    yield (
+        "requantize-transpose, fp8",
+        lambda: fp4.requantize(codes, scales, factor, FP8, k, FP8, "e4m3", None, 0),
+        2 * stored(FP8),
     )
 
 

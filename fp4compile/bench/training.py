@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from ..kernels.errors import InputError
 from .arms import Arm, gpt_arms, mlp_arms
 from .models import GPT, MLP
 from .timing import header, median_ms
@@ -88,13 +89,17 @@ def run_mlp(widths: tuple[int, ...] = (2048, 4096, 8192), tokens: int = 32768) -
 
 
 def run_gpt(
-    width: int = 2048, layers: int = 12, context: int = 1024, tokens: int = 32768
-) -> dict:
-    """The table of a GPT's whole training step as a dict."""
+    width: int = 2048, layers: int = 12, context: int = 1024, tokens: int = 32768,
+    names: list[str] | None = None,
+) -> dict:  # fmt: skip
+    """The table of a GPT's whole training step as a dict; ``names``: of the arms, default all."""
+    arms = gpt_arms()
+    if unknown := [name for name in names or () if name not in arms]:
+        raise InputError(f"bench gpt: no arm {unknown[0]!r}; there are {', '.join(arms)}")
     sizes = {"width": width, "layers": layers, "context": context, "tokens": tokens}
     result = {"bench": "gpt", **header(), **sizes, "rows": []}
-    for name, arm in gpt_arms().items():
-        row = measure(partial(gpt_step, arm, width, layers, context, tokens))
+    for name in names or arms:
+        row = measure(partial(gpt_step, arms[name], width, layers, context, tokens))
         result["rows"].append({"width": width, "arm": name, **row})
     return with_ratios(result, "width")
 

@@ -1,7 +1,7 @@
 // What the CUDA kernels share: reading, reductions of magnitudes, packed conversions, and a tile
 // that turns rows into columns. A test compiles the kernels for the host (FP4_EMULATE).
 #pragma once
-#include "numerics.cuh"
+#include "convert.cuh"
 #ifdef FP4_EMULATE
 #include "emulate.h"
 #endif
@@ -9,7 +9,8 @@
 namespace fp4 {
 
 enum Dtype { F32, BF16, F16 };
-enum Form { NONE, E4M3_FORM, BF16_FORM };  // what a GEMM reads
+// What a GEMM reads: nothing, bytes, values, or the codes and swizzled block scales.
+enum Form { NONE, E4M3_FORM, BF16_FORM, SCALES_FORM };
 
 #define FP4_D __device__ __forceinline__
 
@@ -92,6 +93,26 @@ FP4_UNROLL
   }
 }
 
+// ---- block scales as tensor cores read them --------------------------------------------------
+
+// Where byte (r, c) lies: in tiles of 128 rows x 4 columns, `across` tiles side by side.
+FP4_D u64 swizzled_at(u32 r, u32 c, u32 across) {
+  return ((u64)(r / 128) * across + c / 4) * 512 + r % 32 * 16 + r % 128 / 32 * 4 + c % 4;
+}
+
+FP4_D u32 tiles_across(u32 cols) { return (cols + 3) / 4; }
+
+// Zeros in what pads [rows, cols] to whole tiles, by all threads: this is number `first` of `count`.
+FP4_D void pad_swizzled(u8* out, u32 rows, u32 cols, u32 first, u32 count) {
+  const u32 across = tiles_across(cols), down = (rows + 127) / 128 * 128;
+  for (u32 r = first; r < down; r += count)
+    if (r >= rows)
+      for (u32 t = 0; t < across; ++t)
+        *reinterpret_cast<u32*>(out + swizzled_at(r, 4 * t, across)) = 0;
+    else
+      for (u32 c = cols; c < 4 * across; ++c) out[swizzled_at(r, c, across)] = 0;
+}
+
 // ---- packed conversions -----------------------------------------------------------------------
 
 FP4_D u32 pack_bf16(float low, float high) {  // exact or nearest even; NaN stays NaN
@@ -119,19 +140,6 @@ FP4_D u32 pack_f16(float low, float high) {
 #endif
 }
 
-// Four E4M3 bytes, nearest even, saturating.
-FP4_D u32 pack_e4m3(const float* y) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
-  u16 low, high;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(y[1]), "f"(y[0]));
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(y[3]), "f"(y[2]));
-  return (u32)low | (u32)high << 16;
-#else
-  return encode<E4M3>(y[0]) | encode<E4M3>(y[1]) << 8 | encode<E4M3>(y[2]) << 16 |
-         encode<E4M3>(y[3]) << 24;
-#endif
-}
-
 // The top bytes of four words.
 FP4_D u32 top_bytes(u32 a, u32 b, u32 c, u32 d) {
   return select_bytes(select_bytes(a, b, 0x0073), select_bytes(c, d, 0x0073), 0x5410);
@@ -155,6 +163,12 @@ FP4_D float nearest_magnitude(float y, float unit) {
 // Codes of eight elements, a nibble each: q are E2M1 magnitudes; signs from x. In units of 2^-14 the
 // half precision bits of an E2M1 value are its code << 9.
 FP4_D u32 pack_codes(const float* q, const float* x) {
+#if FP4_CVT_FP4
+  float y[8];
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) y[i] = from_bits(bits(q[i]) | (bits(x[i]) & 0x80000000u));
+  return e2m1_codes8(y);
+#else
   u32 codes = 0, signs = 0;
 FP4_UNROLL
   for (int i = 0; i < 4; ++i) {
@@ -164,6 +178,7 @@ FP4_UNROLL
 FP4_UNROLL
   for (int i = 0; i < 8; ++i) signs = signs >> 4 | (bits(x[i]) & 0x80000000u);
   return codes | signs;
+#endif
 }
 
 // E2M1 magnitudes of |x| * factor.
@@ -223,8 +238,17 @@ FP4_D void finish_block(const float* x, Block16& out) {
 FP4_D void plain_block(const float* x, u32 amax, float s, float outer, Block16& out) {
   out.byte = encode<E4M3>(block_base(amax, s));
   out.scale = decode<E4M3>(out.byte);
-  magnitudes<true>(x, out.byte ? block_inverse(out.scale, outer) : 0.0f, out.q);
+  const float inverse = out.byte ? block_inverse(out.scale, outer) : 0.0f;
+  magnitudes<true>(x, inverse, out.q);
+#if FP4_CVT_FP4
+  float y[16];  // the instruction needs no magnitudes: they are for an operand in BF16
+FP4_UNROLL
+  for (int i = 0; i < 16; ++i) y[i] = mul(x[i], inverse);
+  const u32 mask = out.byte ? 0xffffffffu : 0u;
+  out.codes[0] = e2m1_codes8(y) & mask, out.codes[1] = e2m1_codes8(y + 8) & mask;
+#else
   finish_block(x, out);
+#endif
 }
 
 // x is overwritten with x * s.

@@ -2,7 +2,8 @@
 // a block of 32, stochastic; the transposed copy of it times `fold`.
 //   XD dtype of g · SUMS, FOLD 0/1
 //   DMODE, WMODE 0 absent, 1 row scales (their maxima from gradient_amax or hidden.cu), 2 blocks of 32
-//   DFORM, WFORM (Form): E4M3_FORM the codes (row scales only), BF16_FORM the values
+//   DFORM, WFORM (Form): E4M3_FORM the codes of row scales, BF16_FORM the values, SCALES_FORM the
+//   codes of blocks, and swizzled behind them the scales
 //   ALIGNED 1: a row's groups of eight columns are whole and on 16-byte boundaries
 //   BIG 1: 2^32 groups of random bits or more
 //   ACROSS warps of a CTA side by side over columns, of 8
@@ -27,6 +28,9 @@ struct Gradient {
 // ---- eight columns of a thread ----------------------------------------------------------------
 
 using Raw = Raw8<XD>;
+
+constexpr bool D_CODES = DFORM == E4M3_FORM || DFORM == SCALES_FORM;
+constexpr bool W_CODES = WFORM == E4M3_FORM || WFORM == SCALES_FORM;
 
 // Where a thread's columns lie.
 struct Columns {
@@ -128,9 +132,16 @@ FP4_UNROLL
 
 // ---- quantizing -------------------------------------------------------------------------------
 
-constexpr u32 SPAN = WFORM == BF16_FORM ? 32 : 64;  // rows of a tile: 64 bytes of a column
+// Rows of a tile: 64 bytes of a column, 32 where they are the codes of one block.
+constexpr u32 SPAN = WFORM == BF16_FORM || WFORM == SCALES_FORM ? 32 : 64;
 constexpr u32 PASSES = SPAN / 16;                   // of 16 rows: four of each thread
 constexpr u32 DOWN = WARPS / ACROSS;                // warps of a CTA, over rows
+
+// Swizzled scales, behind the codes.
+FP4_D u8* d_scales(const Gradient& a) { return static_cast<u8*>(a.d) + (u64)a.rows * (u64)a.padded; }
+FP4_D u8* w_scales(const Gradient& a) {
+  return static_cast<u8*>(a.w) + (u64)a.cols * (u64)a.padded_rows;
+}
 
 // Eight values of a row in d's orientation, to memory. `amax`: the magnitude of the largest, for
 // blocks. SLOW: bytes may be above LAST_SINGLE (LAST_GROWN for values).
@@ -143,13 +154,16 @@ FP4_D void store_d(const Gradient& a, u32 m, u32 n, bool inside, const float* v,
     u32 block = inside ? amax : 0u;
     block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 1));
     block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 2));
-    byte = e8m0<E4M3>(block);
+    byte = e8m0_byte(block);
     const float up = SLOW ? e8m0_inverse(byte) : shrink_factor(byte);
     if (!SLOW) grow = grow_factor(byte);
 FP4_UNROLL
-    for (int i = 0; i < 8; ++i) t[i] = SLOW ? mul(mul(v[i], up), 0x1p-120f) : mul(v[i], up);
+    for (int i = 0; i < 8; ++i) {
+      if (SLOW && DFORM == SCALES_FORM) t[i] = shrunk_slowly(v[i], byte);
+      else t[i] = SLOW ? mul(mul(v[i], up), 0x1p-120f) : mul(v[i], up);
+    }
   } else if (SLOW) {
-    byte = m < a.rows ? e8m0<E4M3>(a.row_amax[m]) : 0u;
+    byte = m < a.rows ? e8m0_byte(a.row_amax[m]) : 0u;
 FP4_UNROLL
     for (int i = 0; i < 8; ++i) t[i] = shrunk_slowly(v[i], byte);
   } else {
@@ -158,13 +172,15 @@ FP4_UNROLL
   }
   const bool stored = m < (u32)a.rows && n < (u32)a.padded && (inside || !ALIGNED);
   const u64 at = (u64)m * (u32)a.padded + n;
-  if (DFORM == E4M3_FORM) {
+  if (D_CODES) {
     u32 c[8];
 FP4_UNROLL
     for (int i = 0; i < 8; ++i) c[i] = code_at_top(t[i], rounding[i]);
     const uint2 word =
         make_uint2(top_bytes(c[0], c[1], c[2], c[3]), top_bytes(c[4], c[5], c[6], c[7]));
     store_if(static_cast<u8*>(a.d) + at, word, stored);
+    if (DFORM == SCALES_FORM && n % 32 == 0 && m < (u32)a.rows && n < (u32)a.padded)
+      d_scales(a)[swizzled_at(m, n / 32, tiles_across((u32)a.padded / 32))] = (u8)byte;
   } else {
     float value[8];
 FP4_UNROLL
@@ -177,7 +193,7 @@ FP4_UNROLL
 }
 
 FP4_D u32 column_byte(const Gradient& a, u32 n) {
-  return n < (u32)a.cols ? e8m0<E4M3>(a.col_amax[n]) : 0u;
+  return n < (u32)a.cols ? e8m0_byte(a.col_amax[n]) : 0u;
 }
 
 struct Warp {
@@ -244,13 +260,14 @@ FP4_UNROLL
     if (!WMODE) continue;
 FP4_UNROLL
     for (int j = 0; j < 8; ++j) {
-      if (WMODE == 2) x[j] = SLOW ? mul(mul(x[j], w.shrink[j]), 0x1p-120f) : mul(x[j], w.shrink[j]);
+      if (WFORM == SCALES_FORM && SLOW && bits(w.grow[j]) == QUIET_NAN) x[j] = 0.0f;
+      else if (WMODE == 2) x[j] = SLOW ? mul(mul(x[j], w.shrink[j]), 0x1p-120f) : mul(x[j], w.shrink[j]);
       else if (SLOW) x[j] = shrunk_slowly(x[j], column_byte(a, w.n + j));
       else x[j] = mul(x[j], w.shrink[j]);
     }
 FP4_UNROLL
     for (int j = 0; j < 8; ++j) {
-      if (WFORM == E4M3_FORM) {
+      if (W_CODES) {
         const u32 c = code_at_top(x[j], rounding[j]);
         if (r % 2 == 0) half[j] = c;
         else if (r == 1) packed[j] = select_bytes(half[j], c, 0x0073);
@@ -264,14 +281,27 @@ FP4_UNROLL
       }
     }
   }
-  if (!WMODE || WFORM != E4M3_FORM) return;
+  if (!WMODE || !W_CODES) return;
 FP4_UNROLL
   for (u32 j = 0; j < 8; ++j)
     w.tile[tile_chunk(w.cq * 8, j, at / 16, w.cq) * 4 + w.rg] = packed[j];
 }
 
-// The tile, 64 bytes a column, to memory.
+// The tile, 64 bytes a column (32 of codes of blocks), to memory.
 FP4_D void store_w(const Gradient& a, const Warp& w, u32 m0) {
+#if WFORM == 3
+  __syncwarp();
+  const u32 chunk = w.lane % 2, m = m0 + chunk * 16, first = w.lane / 2;
+  u8* out = static_cast<u8*>(a.w) + (u64)(w.n0 + first) * (u32)a.padded_rows + m;
+FP4_UNROLL
+  for (u32 i = 0; i < 4; ++i) {
+    const u32 c = i * 16 + first;
+    const uint4 q = reinterpret_cast<uint4*>(w.tile)[tile_chunk(c, chunk, c / 8)];
+    store_if(out, q, m < (u32)a.padded_rows && w.n0 + c < (u32)a.cols);
+    out += 16 * (u64)(u32)a.padded_rows;
+  }
+  __syncwarp();
+#else
   constexpr u32 UNIT = WFORM == BF16_FORM ? 2 : 1;
   __syncwarp();
   const u32 chunk = w.lane % 4, m = m0 + chunk * (16 / UNIT);
@@ -284,6 +314,7 @@ FP4_UNROLL
     out += 8 * UNIT * (u64)(u32)a.padded_rows;
   }
   __syncwarp();
+#endif
 }
 
 FP4_D void column_scales(const Gradient& a, Warp& w, bool first) {
@@ -318,7 +349,7 @@ FP4_D void store_factors(const Gradient& a, Warp& w, u32 m0, const RowInputs* in
   __syncwarp();
 FP4_UNROLL
   for (u32 k = 0; k < SPAN / 32; ++k) {
-    const u32 byte = e8m0<E4M3>(in[k].amax), m = m0 + k * 32 + w.lane;
+    const u32 byte = e8m0_byte(in[k].amax), m = m0 + k * 32 + w.lane;
     row[k * 32 + w.lane] = {shrink_factor(byte), in[k].fold};
     largest = max_u(largest, byte);
     if (DMODE == 1 && w.n0 == 0 && m < (u32)a.rows) a.d_factor[m] = e8m0_value(byte);
@@ -326,7 +357,7 @@ FP4_UNROLL
     if (DMODE && ALIGNED && w.n0 + 64 > (u32)a.cols && m < (u32)a.rows)
       for (u32 n = max_u(w.n0, (u32)a.cols); n < (u32)a.padded && n < w.n0 + 64; ++n) {
         const u64 at = (u64)m * (u32)a.padded + n;
-        if (DFORM == E4M3_FORM) static_cast<u8*>(a.d)[at] = 0;
+        if (D_CODES) static_cast<u8*>(a.d)[at] = 0;
         else static_cast<u16*>(a.d)[at] = 0;
       }
   }
@@ -380,14 +411,18 @@ FP4_UNROLL
     }
   }
 FP4_UNROLL
-  for (int j = 0; j < 8; ++j) largest = max_u(largest, e8m0<E4M3>(amax[j]));
+  for (int j = 0; j < 8; ++j) largest = max_u(largest, e8m0_byte(amax[j]));
   // Without a fold the columns' maxima bound those of the rows' blocks.
   const bool slow = FOLD || DMODE == 1 || warp_max(largest) > LAST_GROWN;
 FP4_UNROLL
   for (int j = 0; j < 8; ++j) {
-    const u32 byte = e8m0<E4M3>(amax[j]);
+    const u32 byte = e8m0_byte(amax[j]);
     w.shrink[j] = slow ? e8m0_inverse(byte) : shrink_factor(byte);
     w.grow[j] = slow ? e8m0_value(byte) : grow_factor(byte);
+#if WFORM == 3
+    if (w.rg == 0 && w.n + j < (u32)a.cols)
+      w_scales(a)[swizzled_at(w.n + j, m0 / 32, tiles_across((u32)a.padded_rows / 32))] = (u8)byte;
+#endif
   }
 FP4_UNROLL
   for (u32 p = 0; p < 2; ++p) {
@@ -426,6 +461,13 @@ extern "C" __global__ void __launch_bounds__(256, 2) quantize_gradient(Gradient 
   w.tile = reinterpret_cast<u32*>(tiles[warp]), w.row = row_factors[warp];
   w.key = cipher(*a.seed, (u32)a.stream);
   w.slow_rows = w.slow_cols = false;
+#if DFORM == 3 || WFORM == 3
+  const u32 number = (blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;
+  const u32 count = gridDim.x * gridDim.y * blockDim.x;
+  if (DFORM == SCALES_FORM) pad_swizzled(d_scales(a), rows, (u32)a.padded / 32, number, count);
+  if (WFORM == SCALES_FORM)
+    pad_swizzled(w_scales(a), (u32)a.cols, (u32)a.padded_rows / 32, number, count);
+#endif
 FP4_UNROLL
   for (float& s : w.sum) s = 0.0f;
   const u32 end = WMODE ? (u32)a.padded_rows : rows;
@@ -487,25 +529,4 @@ FP4_UNROLL
       a.sums[(u64)blockIdx.y * a.cols + c] = total;
     }
   }
-}
-
-struct Sums {
-  const float* part;
-  i64 chunks, cols;
-  float* out;
-};
-
-// Column sums of the chunks, in one order: four threads a column.
-extern "C" __global__ void __launch_bounds__(128) add_chunks(Sums a) {
-  __shared__ float part[4][32];
-  const u32 lane = threadIdx.x % 32, slice = threadIdx.x / 32;
-  const i64 c = blockIdx.x * 32ll + lane;
-  float total = 0.0f;
-  if (c < a.cols)
-#pragma unroll 8
-    for (i64 k = slice; k < a.chunks; k += 4) total = add(total, a.part[k * a.cols + c]);
-  part[slice][lane] = total;
-  __syncthreads();
-  if (slice == 0 && c < a.cols)
-    a.out[c] = add(add(part[0][lane], part[1][lane]), add(part[2][lane], part[3][lane]));
 }

@@ -28,10 +28,8 @@ FP4_D float sixth(float x) {
 
 // E4M3 of x >= 0, as `encode`.
 FP4_D u32 encode_scale(float x) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890 && !defined(FP4_EMULATE)
-  u16 both;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(0.0f), "f"(x));
-  return both;
+#if FP4_CVT_E4M3
+  return cvt_e4m3x2(0.0f, x);
 #else
   return encode<E4M3>(x);
 #endif
@@ -64,6 +62,12 @@ FP4_UNROLL
 
 // Codes of eight E2M1 values.
 FP4_D u32 pack_signed(const float* q) {
+#if FP4_CVT_FP4
+  float y[8];
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) y[i] = mul(q[i], 1 / UNIT);
+  return e2m1_codes8(y);
+#else
   u32 top[2];  // bytes s000ccc0 of the even elements, and of the odd ones
 FP4_UNROLL
   for (int odd = 0; odd < 2; ++odd) {
@@ -72,6 +76,7 @@ FP4_UNROLL
   }
   return (top[0] >> 1 & 0x07070707u) | (top[0] >> 4 & 0x08080808u) |
          (top[1] << 3 & 0x70707070u) | (top[1] & 0x80808080u);
+#endif
 }
 
 // The block of the values whose negatives are given. In codes zeros have the signs of x, by way of
@@ -94,6 +99,9 @@ FP4_D float unit_inverse(float scale, float outer) {
 
 // `out.scale` is in units of 1 / UNIT, as its magnitudes are in units of UNIT.
 FP4_D void nearest_block(const float* x, u32 amax, float s, float outer, Block16& out) {
+#if FP4_CVT_FP4  // one instruction rounds
+  plain_block(x, amax, s, outer, out);
+#else
   const u32 byte = encode_scale(mul(sixth(from_bits(amax)), s));
   const float scale = decode<E4M3>(byte);
   float y[16];
@@ -102,6 +110,7 @@ FP4_UNROLL
   for (int i = 0; i < 16; ++i) y[i] = minus_nearest(y[i]);
   store_signed(y, x, mul(s, 0x1p-60f), byte, out);
   out.scale = mul(scale, 1 / UNIT);
+#endif
 }
 
 // x is overwritten with x * s.

@@ -19,7 +19,7 @@ struct Rows {
   const u32* amax;  // of the tensor, or null: of each row
   u8 *codes, *scales;
   float* outer;
-  void* operand;
+  void* operand;  // SCALES_FORM: the scales swizzled
 };
 
 constexpr bool SAME = !ACT && !GATED && !TERM;  // the tensor itself is quantized
@@ -124,7 +124,17 @@ FP4_D void fill(Tables& t) {
 // Where a thread's first block of a row is written.
 struct Out {
   u8 *codes, *scales, *operand;
+#if OPERAND == 3
+  u32 block;  // its number; `operand` is where the row's swizzled scales start
+#endif
 };
+
+// SCALES_FORM: the byte as tensor cores read it.
+FP4_D void store_swizzled(const Out& o, u32 byte) {
+#if OPERAND == 3
+  o.operand[o.block / 4 * 512 + o.block % 4] = (u8)byte;
+#endif
+}
 
 FP4_D Out out_of(const Rows& a, i64 row, i64 column) {
   constexpr int bits = NVFP4 ? 4 : 8, group = NVFP4 ? 16 : 32, size = OPERAND == BF16_FORM ? 2 : 1;
@@ -133,6 +143,11 @@ FP4_D Out out_of(const Rows& a, i64 row, i64 column) {
   o.codes = a.codes + at * bits / 8;
   o.scales = a.scales + at / group;
   o.operand = static_cast<u8*>(a.operand) + at * size;
+#if OPERAND == 3
+  o.block = (u32)column / group;
+  o.operand = static_cast<u8*>(a.operand) +
+              swizzled_at((u32)row, 0, tiles_across((u32)a.padded / group));
+#endif
   return o;
 }
 
@@ -155,6 +170,7 @@ FP4_D void store_nvfp4(const Out& o, float* v, u32 amax, u32 block_amax, float s
   }
   *reinterpret_cast<uint2*>(o.codes) = make_uint2(b.codes[0], b.codes[1]);
   *o.scales = (u8)b.byte;
+  store_swizzled(o, b.byte);
   if (OPERAND == E4M3_FORM) {
     const u64 entry = tables.operand[b.byte];
     uint2 low, high;
@@ -183,7 +199,7 @@ FP4_UNROLL
 }
 
 FP4_D void store_mx(const Out& o, bool first, const float* v, u32 amax) {
-  const u32 byte = e8m0<E4M3>(amax);
+  const u32 byte = e8m0_byte(amax);
   const float up = e8m0_inverse(byte), scale = MODE == 4 ? 1.0f : e8m0_value(byte);
   u32 words[4];
 FP4_UNROLL
@@ -191,10 +207,13 @@ FP4_UNROLL
     float y[4];
 FP4_UNROLL
     for (int i = 0; i < 4; ++i) y[i] = mul(v[4 * w + i], up);
-    words[w] = byte == 255 ? 0u : pack_e4m3(y);
+    words[w] = byte == 255 ? 0u : e4m3_codes4(y);
   }
   *reinterpret_cast<uint4*>(o.codes) = make_uint4(words[0], words[1], words[2], words[3]);
-  if (first) *o.scales = (u8)byte;
+  if (first) {
+    *o.scales = (u8)byte;
+    store_swizzled(o, byte);
+  }
   if (OPERAND == BF16_FORM) {
 FP4_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -226,6 +245,9 @@ FP4_D Out moved(const Out& o, u32 n) {
   m.codes = o.codes + by * bits / 8;
   m.scales = o.scales + by / group;
   m.operand = o.operand + by * size;
+#if OPERAND == 3
+  m.operand = o.operand, m.block = o.block + by / group;
+#endif
   return m;
 }
 
@@ -328,7 +350,7 @@ FP4_D RowScale row_scale(const Rows& a, i64 row, u32 amax, u32* memory, u32& pha
   const bool first = threadIdx.x == 0 && (!a.amax || row == 0);
   r.outer = NVFP4 && (MODE < 2 || first) ? outer_scale(r.amax, r.s) : 0.0f;
   if (first && MODE != 3)
-    a.outer[a.amax ? 0 : row] = MODE == 4 ? e8m0_value(e8m0<E4M3>(r.amax)) : r.outer;
+    a.outer[a.amax ? 0 : row] = MODE == 4 ? e8m0_value(e8m0_byte(r.amax)) : r.outer;
   return r;
 }
 
@@ -404,6 +426,10 @@ extern "C" __global__ void __launch_bounds__(THREADS > 512 ? THREADS : 512, CTAS
   __shared__ u32 memory[64];
   __shared__ Tables tables;
   fill(tables);
+#if OPERAND == 3
+  pad_swizzled(static_cast<u8*>(a.operand), (u32)a.rows, (u32)a.padded / (NVFP4 ? 16 : 32),
+               blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+#endif
   const Factors f = factors_of(a);
   u32 phase = 0, slot = 0;
   if (STAGED)

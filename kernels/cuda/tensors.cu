@@ -1,5 +1,5 @@
-// Tensor-wide magnitudes, and weights in tiles of 16 x 16 that share a block scale.
-//   XD dtype (Dtype) · OPERAND (Form), NONE or BF16_FORM
+// Tensor-wide magnitudes, sums of column sums, weights in tiles of 16 x 16 that share a block scale.
+//   XD dtype (Dtype) · OPERAND (Form), not E4M3_FORM
 #include "device.cuh"
 
 using namespace fp4;
@@ -59,6 +59,10 @@ FP4_UNROLL
   u32 m = block_max_nan(v);
 FP4_UNROLL
   for (int lane = 1; lane < 16; lane *= 2) m = max_u(m, __shfl_xor_sync(0xffffffffu, m, lane));
+#if OPERAND == 3
+  pad_swizzled(static_cast<u8*>(a.operand), (u32)a.rows, (u32)a.padded / 16,
+               (blockIdx.y * gridDim.x + blockIdx.x) * 256 + threadIdx.x, gridDim.x * gridDim.y * 256);
+#endif
   if (!inside) return;
   Block16 b;
   if (amax >= INFINITE) b.codes[0] = b.codes[1] = b.byte = 0, b.scale = 0.0f;
@@ -66,6 +70,10 @@ FP4_UNROLL
   const i64 at = row * a.padded + block * 16;
   *reinterpret_cast<uint2*>(a.codes + at / 2) = make_uint2(b.codes[0], b.codes[1]);
   a.scales[at / 16] = (u8)b.byte;
+#if OPERAND == 3
+  const u32 blocks = (u32)a.padded / 16;
+  static_cast<u8*>(a.operand)[swizzled_at((u32)row, (u32)block, tiles_across(blocks))] = (u8)b.byte;
+#endif
   if (OPERAND == BF16_FORM)
 FP4_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -73,4 +81,25 @@ FP4_UNROLL
       operand_f32(b.codes[h], b.byte ? b.scale : 0.0f, value);
       reinterpret_cast<uint4*>(static_cast<u16*>(a.operand) + at)[h] = eight_bf16(value);
     }
+}
+
+struct Sums {
+  const float* part;
+  i64 chunks, cols;
+  float* out;
+};
+
+// Column sums of the chunks, in one order: four threads a column.
+extern "C" __global__ void __launch_bounds__(128) add_chunks(Sums a) {
+  __shared__ float part[4][32];
+  const u32 lane = threadIdx.x % 32, slice = threadIdx.x / 32;
+  const i64 c = blockIdx.x * 32ll + lane;
+  float total = 0.0f;
+  if (c < a.cols)
+#pragma unroll 8
+    for (i64 k = slice; k < a.chunks; k += 4) total = add(total, a.part[k * a.cols + c]);
+  part[slice][lane] = total;
+  __syncthreads();
+  if (slice == 0 && c < a.cols)
+    a.out[c] = add(add(part[0][lane], part[1][lane]), add(part[2][lane], part[3][lane]));
 }

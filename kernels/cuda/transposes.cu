@@ -1,12 +1,16 @@
 // Saved codes to operands: along rows, transposed exactly, or transposed and quantized again.
-//   SOURCE 0 NVFP4, 1 MXFP8 with block scales, 2 MXFP8 row scales (left out) · FORM (Form)
-//   MODE (requantize) 1 row scales (maxima from requantize_amax), 2 blocks of 32 (BF16_FORM only)
+//   SOURCE 0 NVFP4, 1 MXFP8 with block scales, 2 MXFP8 row scales (left out), 3 MXFP4 · FORM (Form)
+//   MODE (requantize) 1 row scales (maxima from requantize_amax), 2 blocks of 32 (SCALES_FORM: their
+//   codes, and swizzled behind them the scales; not E4M3_FORM)
 //   SR, FACTOR 0/1 · BIG 1: 2^32 groups of random bits or more · ACROSS (1, 2, 4) warps of a CTA side
 //   by side over columns
 // Transposes: each warp takes tiles of 64 bytes of rows and reads ahead; any grid.
 #include "warp_tile.cuh"
 
 using namespace fp4;
+
+constexpr bool NIBBLES = SOURCE == 0 || SOURCE == 3;
+constexpr u32 LENGTH = SOURCE ? 32 : 16;  // elements of a scale
 
 struct Saved {
   const u8 *codes, *scales;
@@ -23,23 +27,42 @@ struct Saved {
 FP4_D uint2 bytes8(const Saved& a, i64 m, i64 c, const u64* table) {
   const i64 at = m * a.padded + c;
   if (m >= a.rows || c >= a.padded) return make_uint2(0, 0);
-  if (SOURCE) return *reinterpret_cast<const uint2*>(a.codes + at);
+  if (!NIBBLES) return *reinterpret_cast<const uint2*>(a.codes + at);
   return operand_e4m3(*reinterpret_cast<const u32*>(a.codes + at / 2), table[a.scales[at / 16] & 127]);
 }
 
-// Eight values code * block scale of a row.
+// Eight MXFP8 values code * block scale of a row.
 FP4_D void values8(const Saved& a, i64 m, i64 c, float* v) {
   const i64 at = m * a.padded + c;
   if (m >= a.rows || c >= a.padded) {
 FP4_UNROLL
     for (int i = 0; i < 8; ++i) v[i] = 0.0f;
-  } else if (SOURCE) {
+  } else {
     const uint2 w = *reinterpret_cast<const uint2*>(a.codes + at);
     const float scale = SOURCE == 2 ? 1.0f : e8m0_value(a.scales[at / 32]);
     decode4(w.x, scale, v);
     decode4(w.y, scale, v + 4);
-  } else {
-    operand_f32(*reinterpret_cast<const u32*>(a.codes + at / 2), decode_e4m3(a.scales[at / 16]), v);
+  }
+}
+
+// Signs of eight codes as the top bits of eight bytes; other bits are arbitrary.
+FP4_D uint2 sign_bits(u32 codes) {
+  const u32 even = codes << 4;
+  return make_uint2(select_bytes(even, codes, 0x5140), select_bytes(even, codes, 0x7362));
+}
+
+// Eight 4-bit codes times their scale as four BF16 pairs.
+FP4_D void bf16_of(u32 codes, u32 scale, u32* out) {
+  const float value = SOURCE == 3 ? e8m0_value(scale) : decode_e4m3(scale);
+  const u32 s = pack_bf16(value, value), c = codes & 0x77777777u;
+  const uint2 sign = sign_bits(codes);
+FP4_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    const u32 pick = h ? c >> 16 : c, top = h ? sign.y : sign.x;
+    const u32 high = select_bytes(0x3f3f3f00u, 0x40404040u, pick) | (top & 0x80808080u);
+    const u32 low = select_bytes(0xc0800000u, 0xc0804000u, pick);
+    out[2 * h] = mul_bf16(select_bytes(low, high, 0x5140), s);
+    out[2 * h + 1] = mul_bf16(select_bytes(low, high, 0x7362), s);
   }
 }
 
@@ -57,9 +80,16 @@ extern "C" __global__ void __launch_bounds__(256) decode_rows(Saved a) {
     if (FORM == E4M3_FORM) {
       *reinterpret_cast<uint2*>(static_cast<u8*>(a.out) + g * 8) = bytes8(flat, 0, g * 8, table);
     } else {
-      float v[8];
-      values8(flat, 0, g * 8, v);
-      *reinterpret_cast<uint4*>(static_cast<u16*>(a.out) + g * 8) = eight_bf16(v);
+      uint4* out = reinterpret_cast<uint4*>(static_cast<u16*>(a.out) + g * 8);
+      if (NIBBLES) {
+        u32 pair[4];
+        bf16_of(*reinterpret_cast<const u32*>(a.codes + g * 4), a.scales[g * 8 / LENGTH], pair);
+        *out = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      } else {
+        float v[8];
+        values8(flat, 0, g * 8, v);
+        *out = eight_bf16(v);
+      }
     }
   }
 }
@@ -71,7 +101,7 @@ constexpr u32 TILE_WARPS = 4;
 // W codes of a row and their scale's byte.
 template <int W>
 struct Codes {
-  u32 w[SOURCE ? W / 4 : W / 8];
+  u32 w[NIBBLES ? W / 8 : W / 4];
   u32 scale;
 };
 
@@ -84,7 +114,7 @@ FP4_UNROLL
   for (u32& w : x.w) w = 0;
   if (m >= (u32)a.rows || c >= (u32)a.padded) return x;
   const u64 at = (u64)m * (u32)a.padded + c;
-  const u8* p = a.codes + (SOURCE ? at : at / 2);
+  const u8* p = a.codes + (NIBBLES ? at / 2 : at);
   if (sizeof(x.w) == 16) {
     const uint4 q = *reinterpret_cast<const uint4*>(p);
     x.w[0] = q.x, x.w[1 % (sizeof(x.w) / 4)] = q.y;
@@ -95,14 +125,8 @@ FP4_UNROLL
   } else {
     x.w[0] = *reinterpret_cast<const u32*>(p);
   }
-  if (SOURCE != 2) x.scale = a.scales[at / (SOURCE ? 32 : 16)];
+  if (SOURCE != 2) x.scale = a.scales[at / LENGTH];
   return x;
-}
-
-// Signs of eight codes as the top bits of eight bytes; other bits are arbitrary.
-FP4_D uint2 sign_bits(u32 codes) {
-  const u32 even = codes << 4;
-  return make_uint2(select_bytes(even, codes, 0x5140), select_bytes(even, codes, 0x7362));
 }
 
 // Eight codes to eight E4M3 bytes, given their scale's row of the table.
@@ -111,32 +135,6 @@ FP4_D uint2 e4m3_of(u32 codes, u64 row) {
   const uint2 sign = sign_bits(codes);
   return make_uint2(select_bytes(low, high, c) | (sign.x & 0x80808080u),
                     select_bytes(low, high, c >> 16) | (sign.y & 0x80808080u));
-}
-
-// a * b of BF16 pairs, exact.
-FP4_D u32 mul_bf16(u32 a, u32 b) {
-#ifdef FP4_EMULATE
-  return pack_bf16(mul(from_bits(a << 16), from_bits(b << 16)),
-                   mul(from_bits(a & 0xffff0000u), from_bits(b & 0xffff0000u)));
-#else
-  u32 out;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
-  return out;
-#endif
-}
-
-// Eight NVFP4 codes times their scale as four BF16 pairs.
-FP4_D void bf16_of(u32 codes, u32 scale, u32* out) {
-  const u32 s = pack_bf16(decode_e4m3(scale), decode_e4m3(scale)), c = codes & 0x77777777u;
-  const uint2 sign = sign_bits(codes);
-FP4_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    const u32 pick = h ? c >> 16 : c, top = h ? sign.y : sign.x;
-    const u32 high = select_bytes(0x3f3f3f00u, 0x40404040u, pick) | (top & 0x80808080u);
-    const u32 low = select_bytes(0xc0800000u, 0xc0804000u, pick);
-    out[2 * h] = mul_bf16(select_bytes(low, high, 0x5140), s);
-    out[2 * h + 1] = mul_bf16(select_bytes(low, high, 0x7362), s);
-  }
 }
 
 // Byte i of E4M3 codes as a value in E4M3's own size times 2^-120.
@@ -159,7 +157,7 @@ FP4_D void transpose4(u32 a, u32 b, u32 c, u32 d, u32* out) {
 }
 
 // Tiles of a matrix of SPAN rows and C columns, rows fastest.
-constexpr u32 SPAN = FORM == E4M3_FORM ? 64 : 32;
+constexpr u32 SPAN = FORM == BF16_FORM ? 32 : 64;
 
 // Where tile `i` starts.
 struct Tiles {
@@ -184,7 +182,7 @@ FP4_D Place start_of(const Tiles& t, u32 i) {
 // A tile of C columns to memory.
 template <u32 C>
 FP4_D void store_tile(const Saved& a, const uint4* tile, Place at, u32 lane) {
-  constexpr u32 UNIT = FORM == E4M3_FORM ? 1 : 2;
+  constexpr u32 UNIT = FORM == BF16_FORM ? 2 : 1;
   const u32 chunk = lane % 4, m = at.row + chunk * (16 / UNIT);
   u8* out = static_cast<u8*>(a.out) + ((u64)(at.column + lane / 4) * (u32)a.padded_rows + m) * UNIT;
   const bool rows = m < (u32)a.padded_rows;
@@ -243,7 +241,7 @@ FP4_UNROLL
           const u64 of_scale = SOURCE == 0 ? table[x[r].scale & 127] : 0;
 FP4_UNROLL
           for (u32 k = 0; k < DECODE_W / 4; ++k) {
-            if (SOURCE) row[r][k] = x[r].w[SOURCE ? k : 0];
+            if (!NIBBLES) row[r][k] = x[r].w[NIBBLES ? 0 : k];
             else if (k % 2 == 0) {
               const uint2 e = e4m3_of(x[r].w[k / 2], of_scale);
               row[r][k] = e.x, row[r][k + 1] = e.y;
@@ -264,13 +262,13 @@ FP4_UNROLL
         u32 pair[8][4];
 FP4_UNROLL
         for (u32 r = 0; r < 8; ++r) {
-          if (SOURCE == 0) {
+          if (NIBBLES) {
             bf16_of(x[r].w[0], x[r].scale, pair[r]);
           } else {
 FP4_UNROLL
             for (u32 k = 0; k < 4; ++k)
-              pair[r][k] = pack_bf16(mxfp8_value(x[r].w[SOURCE ? k / 2 : 0], k % 2 * 2, x[r].scale),
-                                     mxfp8_value(x[r].w[SOURCE ? k / 2 : 0], k % 2 * 2 + 1, x[r].scale));
+              pair[r][k] = pack_bf16(mxfp8_value(x[r].w[NIBBLES ? 0 : k / 2], k % 2 * 2, x[r].scale),
+                                     mxfp8_value(x[r].w[NIBBLES ? 0 : k / 2], k % 2 * 2 + 1, x[r].scale));
           }
         }
 FP4_UNROLL
@@ -296,21 +294,21 @@ FP4_D float factor_at(const Saved& a, u32 m) {
 
 // Eight values code * block scale of a row: what is kept of them, and the values.
 struct Held {
-  u32 w[SOURCE ? 2 : 4];
+  u32 w[NIBBLES ? 4 : 2];
   u32 scale;
 };
 
 FP4_D Held hold(const Codes<8>& x) {
   Held h;
   h.scale = x.scale;
-  if (SOURCE == 0) bf16_of(x.w[0], x.scale, h.w);
-  else h.w[0] = x.w[0], h.w[1] = x.w[SOURCE ? 1 : 0];
+  if (NIBBLES) bf16_of(x.w[0], x.scale, h.w);
+  else h.w[0] = x.w[0], h.w[1] = x.w[NIBBLES ? 0 : 1];
   return h;
 }
 
 FP4_D float value_of(const Held& h, u32 j) {
-  if (SOURCE) return mxfp8_value(h.w[j / 4 % 2], j % 4, h.scale);
-  const u32 w = h.w[SOURCE ? 0 : j / 2];
+  if (!NIBBLES) return mxfp8_value(h.w[j / 4 % 2], j % 4, h.scale);
+  const u32 w = h.w[NIBBLES ? j / 2 : 0];
   return from_bits(j % 2 ? w & 0xffff0000u : w << 16);
 }
 
@@ -370,11 +368,11 @@ FP4_UNROLL
   const float up = e8m0_inverse(byte);
 FP4_UNROLL
   for (int i = 0; i < 8; ++i) t[i] = byte == 255 ? 0.0f : mul(x[i], up);
-  word[0] = pack_e4m3(t), word[1] = pack_e4m3(t + 4);
+  word[0] = e4m3_codes4(t), word[1] = e4m3_codes4(t + 4);
   const float scale = MODE == 1 ? 1.0f : e8m0_value(byte);
   decode4(word[0], scale, value), decode4(word[1], scale, value + 4);
 #endif
-  if (FORM == E4M3_FORM) return make_uint4(word[0], word[1], 0, 0);
+  if (FORM != BF16_FORM) return make_uint4(word[0], word[1], 0, 0);
   return eight_bf16(value);
 }
 
@@ -386,6 +384,10 @@ extern "C" __global__ void __launch_bounds__(128, 4) requantize_transpose(Saved 
   const u32 count = tiling.count, stride = gridDim.x * TILE_WARPS;
 #if SR
   const Cipher key = cipher(*a.seed, (u32)a.stream);
+#endif
+#if FORM == 3
+  pad_swizzled(static_cast<u8*>(a.out) + (u64)a.cols * (u64)a.padded_rows, (u32)a.cols,
+               (u32)a.padded_rows / 32, blockIdx.x * 128 + threadIdx.x, gridDim.x * 128);
 #endif
   u32 tile = blockIdx.x * TILE_WARPS + warp;
   Place at = start_of<C>(tiling, tile);
@@ -438,8 +440,14 @@ FP4_UNROLL
           block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 8));
           block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 16));
         }
-        byte[j] = e8m0<E4M3>(block);
+        byte[j] = e8m0_byte(block);
         largest = max_u(largest, byte[j]);
+#if FORM == 3
+        if (rg == 0 && c0 + j < (u32)a.cols && m < (u32)a.padded_rows) {
+          u8* scales = static_cast<u8*>(a.out) + (u64)a.cols * (u64)a.padded_rows;
+          scales[swizzled_at(c0 + j, m / 32, tiles_across((u32)a.padded_rows / 32))] = (u8)byte[j];
+        }
+#endif
         if (MODE == 1 && m == 0 && c0 + j < (u32)a.cols) a.out_factor[c0 + j] = e8m0_value(byte[j]);
       }
       const bool slow = warp_max(largest) > LAST_GROWN;
@@ -469,7 +477,7 @@ FP4_UNROLL
           uint4 y;
           if (slow) y = quantize_column<true>(v, byte[j], words[k]);
           else y = quantize_column<false>(v, byte[j], words[k]);
-          if (FORM == E4M3_FORM) {
+          if (FORM != BF16_FORM) {
             const u32 chunk = tile_chunk(cq * 8, j, half * 2 + rg / 2, cq);
             reinterpret_cast<uint2*>(tiles[warp])[chunk * 2 + rg % 2] = make_uint2(y.x, y.y);
           } else {

@@ -43,6 +43,18 @@ FP4_D u32 max_magnitudes(u32 m, u32 x) {
 #endif
 }
 
+// a * b of BF16 pairs, exact.
+FP4_D u32 mul_bf16(u32 a, u32 b) {
+#ifdef FP4_EMULATE
+  return pack_bf16(mul(from_bits(a << 16), from_bits(b << 16)),
+                   mul(from_bits(a & 0xffff0000u), from_bits(b & 0xffff0000u)));
+#else
+  u32 out;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(out) : "r"(a), "r"(b), "r"(0x80008000u));
+  return out;
+#endif
+}
+
 // ---- reading ahead ----------------------------------------------------------------------------
 
 // 16 bytes where `exists`, else what `raw` held before; data that is read once.

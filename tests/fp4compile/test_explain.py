@@ -125,6 +125,16 @@ def test_json_of_the_report():
     assert rows[0]["fqn"] == "blocks.0.attn" and isinstance(rows[1]["saved_bytes"], int)
 
 
+def test_a_gemm_without_its_engine_says_why(monkeypatch):
+    from fp4compile.kernels import engines
+
+    assert all(not row.reason for row in fp4.explain(Net(1), (X,)).rewritten)
+    monkeypatch.setattr(engines, "why_reference", lambda left, right, device: "no such GPU")
+    found = fp4.explain(Net(1), (X,), policy=policy(default="low", recipe="fp8-block"))
+    assert found.rewritten and all(row.reason == "no such GPU" for row in found.rewritten)
+    assert "no such GPU" in str(found)
+
+
 # Bytes ---------------------------------------------------------------------------------------------
 
 POLICIES = {
@@ -132,6 +142,7 @@ POLICIES = {
     "thinking-machines": policy(default="low", recipe="thinking-machines"),
     "nvidia": policy(default="low", recipe="nvidia"),
     "mxfp8": policy(default="mxfp8", recipe="mxfp8"),
+    "fp8-block": policy(default="low", recipe="fp8-block"),
     "original": policy(recipe="bf16"),
 }
 

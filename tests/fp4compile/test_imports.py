@@ -16,10 +16,11 @@ ROOMS = {  # a room and the rooms that it may import
     "fp4compile.kernels": ("fp4compile.kernels",),
 }
 # What the passes may know of the kernels: operator names and format descriptions; for the cost
-# model, which formats have a kernel on GPUs.
+# model, which formats have a kernel on GPUs and which engine multiplies two.
 PASSES_MAY = {
     "fp4compile.kernels", "fp4compile.kernels.formats", "fp4compile.kernels.ops",
     "fp4compile.kernels.errors", "fp4compile.kernels.cuda_operands",
+    "fp4compile.kernels.engines", "fp4compile.kernels.block_scaled",
 }  # fmt: skip
 
 

@@ -111,7 +111,7 @@ ERRORS: dict[str, tuple[str, int, str]] = {
     "format": (
         operand("{format: nvfp5}"),
         5,
-        "'nvfp5' is none of nvfp4, mxfp8, mxfp4, s2f6; did you mean 'nvfp4'?",
+        "'nvfp5' is none of nvfp4, mxfp8, mxfp4, s2f6, fp8; did you mean 'nvfp4'?",
     ),
     "format missing": (operand("{outer: row}"), 5, "outer without a format"),
     "operand empty": (operand("{}"), 5, "'format' is missing"),

@@ -32,6 +32,7 @@ FORWARD_ORIGINAL = {
     "nvidia": "fprop(original) dgrad(nvfp4:tensor:sr, input>nvfp4:tensor:tile) "
     "wgrad(nvfp4:tensor:sr:had16, input>nvfp4:tensor:had16)",
     "mxfp4": "fprop(original) dgrad(mxfp4:sr, input>mxfp4) wgrad(mxfp4:sr:had32, input>mxfp4:had32)",
+    "fp8-block": "fprop(original) dgrad(fp8:128, input>fp8:tile) wgrad(fp8:128, input>fp8:128)",
     "bf16": "original",
 }
 

@@ -13,6 +13,7 @@ LOW = {
     "bf16": "original",
     "fp8-exact": "fprop(nvfp4:row:fp8_exact:half, nvfp4:tensor:fp8_exact:half) dgrad(mxfp8:row:sr, fprop) "
     "wgrad(mxfp8:row:sr:fold, fprop)",
+    "fp8-block": "fprop(fp8:128, fp8:tile) dgrad(fp8:128, fprop) wgrad(fp8:128, fprop>fp8:128)",
     "mxfp4": "fprop(mxfp4, mxfp4) dgrad(mxfp4:sr, input>mxfp4) wgrad(mxfp4:sr:had32, input>mxfp4:had32)",
     "mxfp8": MX32,
     "nvidia": "fprop(nvfp4:tensor, nvfp4:tensor:tile) dgrad(nvfp4:tensor:sr, fprop) "
@@ -26,6 +27,7 @@ LAYERS = {
     "fp8-exact": [("low", "original"), ("mxfp8", "original"), ("low", "original")],
     "thinking-machines": [("low", "original"), ("mxfp8", "original"), ("low", "original")],
     "mxfp8": [("low", "original")] * 3,
+    "fp8-block": [("low", "original")] * 3,
     "nvidia": [("low", "low"), ("original", "original"), ("original", "original")],
     "mxfp4": [("low", "low"), ("original", "original"), ("original", "original")],
 }

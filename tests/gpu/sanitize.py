@@ -7,6 +7,8 @@ slows a program down a hundred times ends soon.
 from __future__ import annotations
 
 import torch
+from fp4compile.kernels import cuda_fourbit as four
+from fp4compile.kernels import cuda_fp8
 from fp4compile.kernels import cuda_kernels as k
 from fp4compile.kernels.formats import TensorFormat
 
@@ -15,6 +17,10 @@ ROWS = (
     ("nvfp4:row", "none"), ("nvfp4:tensor", "bf16"), ("nvfp4:row:four_over_six", "bf16"),
     ("nvfp4:row:fp8_exact", "e4m3"), ("nvfp4:row:fp8_exact:half", "e4m3"),
     ("nvfp4:tensor:tile", "bf16"), ("mxfp8:32", "bf16"), ("mxfp8:row", "e4m3"),
+)  # fmt: skip
+FOUR_BIT = (
+    "nvfp4:tensor", "nvfp4:tensor:had16", "mxfp4", "mxfp4:had32", "nvfp4:tensor:sr", "mxfp4:sr",
+    "nvfp4:tensor:sr:had16", "mxfp4:sr:had32",
 )  # fmt: skip
 GRADIENTS = (("mxfp8:row:sr", "e4m3"), ("mxfp8:32:sr", "bf16"))
 
@@ -37,6 +43,19 @@ def run(m: int, n: int, dtype: torch.dtype) -> None:
         if "row" in text:
             k.act_quantize(term, "gelu", fmt, form)
             k.glu_quantize(term, other, "silu", fmt, form)
+    for text in FOUR_BIT:
+        fmt = TensorFormat.parse(text)
+        four.column_gradient(x, row, fmt, "bf16", True, seed, 1)
+        if not fmt.rotation:
+            four.row_gradient(x, fmt, "bf16", seed, 1)
+        if fmt.stochastic:
+            continue
+        four.quantize_transposed(x, fmt, "bf16")
+        if not fmt.rotation:
+            four.act_quantize(term, "gelu", fmt, "bf16")
+            four.glu_quantize(term, other, "silu", fmt, "none")
+            codes, scales, _, _ = four.quantize(x, fmt, "bf16")
+            k.decode(codes, scales, fmt, n, "bf16", True)
     for text, form in GRADIENTS:
         fmt = TensorFormat.parse(text)
         for fold in (None, row):
@@ -46,9 +65,29 @@ def run(m: int, n: int, dtype: torch.dtype) -> None:
         k.act_grad((x, row, col, None), term, other, "silu", (row, row), True, x)
 
 
+def run_blocks(m: int, n: int, dtype: torch.dtype) -> None:
+    """The kernels of format fp8 on an [m, n] matrix."""
+    x, seed = (
+        torch.ones(*shape, dtype=d, device="cuda")
+        for shape, d in (((m, n), dtype), ((1,), torch.int64))
+    )
+    term = (x, torch.ones(m, device="cuda"), None, torch.ones(n, device="cuda"))
+    blocks, tiles = TensorFormat("fp8"), TensorFormat("fp8", block="tile")
+    for fmt in (blocks, tiles):
+        codes, scales, _, _ = cuda_fp8.quantize((x, None, None, None), None, None, fmt, "e4m3")
+        k.decode(codes, scales, fmt, n, "e4m3", True)
+    cuda_fp8.quantize(term, None, "gelu", blocks, "e4m3")
+    codes, scales, _, _ = cuda_fp8.quantize(term, term, "silu", blocks, "e4m3")
+    for rounding in ("nearest", "stochastic"):
+        fmt = TensorFormat("fp8", rounding=rounding)
+        cuda_fp8.requantize(codes, scales, n, fmt, seed, 1)
+        cuda_fp8.quantize_grad(x, fmt, fmt, True, seed, 0)
+
+
 if __name__ == "__main__":
     for size in SHAPES:
         for kind in (torch.bfloat16, torch.float32):
             run(*size, kind)
+            run_blocks(*size, kind)
     torch.cuda.synchronize()
     print("all kernels ran")

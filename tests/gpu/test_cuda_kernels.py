@@ -15,11 +15,45 @@ SHAPES = [*cases.SHAPES, (300, 1040), (129, 4096), (65, 16384), (33, 20000), (10
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
-@pytest.mark.parametrize(("text", "form"), cases.ROW_FORMATS)
+@pytest.mark.parametrize(("text", "form"), cases.GPU_ROW_FORMATS)
 def test_rows(text: str, form: str, dtype: torch.dtype) -> None:
     for rows, cols in SHAPES:
         for nonfinite in (False, True):
             cases.check_rows(text, form, cases.matrix(rows, cols, dtype, GPU, nonfinite))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("text", cases.FOUR_BIT)
+def test_four_bit_rows(text: str, dtype: torch.dtype) -> None:
+    for rows, cols in SHAPES:
+        for nonfinite in (False, True):
+            x = cases.matrix(rows, cols, dtype, GPU, nonfinite)
+            cases.check_four_bit(text, x, ("none", "bf16"))
+    x = cases.matrix(300, 1040, dtype, GPU)
+    for view in (x[:, 1:], x.t(), x[::2], x[:1].expand(40, 1040), x[:, :-3], x[1:, 8:]):
+        cases.check_four_bit(text, view)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("text", cases.TRANSPOSED)
+def test_transposed(text: str, dtype: torch.dtype) -> None:
+    for rows, cols in (*SHAPES, (5000, 384), (4096, 129)):
+        for nonfinite in (False, True):
+            cases.check_transposed(text, cases.matrix(rows, cols, dtype, GPU, nonfinite))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("dgrad", "wgrad"), cases.FOUR_BIT_GRADIENTS)
+def test_four_bit_gradient(dgrad: str | None, wgrad: str | None, dtype: torch.dtype) -> None:
+    for rows, cols in (*SHAPES, (5000, 384)):
+        g = cases.matrix(rows, cols, dtype, GPU, rows == 300)
+        fold = (
+            cases.matrix(rows, 1, torch.float32, GPU)[:, 0] if rows else torch.ones(0, device=GPU)
+        )
+        both = cases.check_four_bit_gradient(dgrad, wgrad, g, None, True)
+        again = cases.check_four_bit_gradient(dgrad, wgrad, g, None, True)
+        cases.assert_same(both, again)
+        cases.check_four_bit_gradient(dgrad, wgrad, g, fold)
 
 
 def test_rows_with_strides() -> None:
@@ -36,6 +70,12 @@ def test_sizes_of_values(exponent: int) -> None:
     for text, form in cases.ROW_FORMATS:
         if form != "bf16" or "mxfp8:32" not in text:
             cases.check_rows(text, form, x)
+    for text in cases.FOUR_BIT if exponent < 120 else ():  # rotations overflow
+        cases.check_four_bit(text, x)
+    for text in cases.TRANSPOSED:
+        cases.check_transposed(text, x)
+    for pair in cases.FOUR_BIT_GRADIENTS[:4]:
+        cases.check_four_bit_gradient(*pair, x, None)
 
 
 def test_every_half_precision_number() -> None:
@@ -45,6 +85,9 @@ def test_every_half_precision_number() -> None:
         x = x[x.isfinite()].view(-1, 64).to(GPU)
         for text, form in cases.ROW_FORMATS:
             cases.check_rows(text, form, x)
+        for text in cases.FOUR_BIT:
+            cases.check_four_bit(text, x)
+            cases.check_transposed(text, x.t())
 
 
 @pytest.mark.parametrize(("text", "form"), cases.DECODE)
@@ -53,7 +96,7 @@ def test_decode(text: str, form: str) -> None:
         cases.check_decode(text, form, cases.matrix(rows, cols, torch.bfloat16, GPU, True))
 
 
-@pytest.mark.parametrize(("source", "target", "form"), cases.REQUANTIZE)
+@pytest.mark.parametrize(("source", "target", "form"), cases.GPU_REQUANTIZE)
 def test_requantize(source: str, target: str, form: str) -> None:
     for rows, cols in SHAPES:
         for nonfinite in (False, True):
@@ -62,7 +105,7 @@ def test_requantize(source: str, target: str, form: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(("dgrad", "wgrad", "form"), cases.GRADIENTS)
+@pytest.mark.parametrize(("dgrad", "wgrad", "form"), cases.GPU_GRADIENTS)
 def test_gradient(dgrad: str | None, wgrad: str | None, form: str, dtype: torch.dtype) -> None:
     for rows, cols in (*SHAPES, (5000, 384)):
         g = cases.matrix(rows, cols, dtype, GPU, rows == 300)
@@ -85,6 +128,9 @@ def test_activations(act: str, dtype: torch.dtype) -> None:
         cases.check_activation(act, True, dtype, GPU, shape)
         cases.check_act_grad(act, False, dtype, GPU, shape)
         cases.check_act_grad(act, True, dtype, GPU, shape)
+        for text in cases.FOUR_BIT:
+            cases.check_four_bit_activation(text, act, False, dtype, GPU, shape)
+            cases.check_four_bit_activation(text, act, True, dtype, GPU, shape)
 
 
 def test_poisoned_memory_changes_nothing() -> None:

@@ -34,7 +34,7 @@ class Block(nn.Module):
 
 def fresh(device: torch.device) -> nn.Sequential:
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block() for _ in range(3))).to(device)
+    model = nn.Sequential(*(Block() for _ in range(6))).to(device)
     fp4.apply(model, fp4.Policy.recipe("fp8-exact"))
     return model
 

@@ -13,12 +13,14 @@ from fp4compile.kernels.native_library import compiler
 HERE = Path(__file__).parent
 KERNELS = {
     "rows.cu": {"quantize_rows": "Rows"},
-    "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles"},
+    "blocks.cu": {"term_amax": "Blocks", "quantize_blocks": "Blocks"},
+    "columns.cu": {"columns_amax": "Columns", "quantize_columns": "Columns"},
+    "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles", "add_chunks": "Sums"},
+    "fp8.cu": {"quantize_fp8": "Fp8"},
     "hidden.cu": {"hidden_gradient": "Hidden"},
     "gradient.cu": {
         "gradient_amax": "Gradient",
         "quantize_gradient": "Gradient",
-        "add_chunks": "Sums",
     },
     "transposes.cu": dict.fromkeys(
         ("decode_rows", "decode_transpose", "requantize_amax", "requantize_transpose"), "Saved"
@@ -34,7 +36,7 @@ def library(file: str, defines: cuda_loader.Defines) -> ctypes.CDLL:
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-DFP4_EMULATE"]
     flags += [f"-D{name}={value}" for name, value in defines]
     sources = [(cuda_loader.HERE / n).read_bytes() for n in (file, *cuda_loader.HEADERS)]
-    sources.append((HERE / "emulate.h").read_bytes())
+    sources += [(HERE / name).read_bytes() for name in ("emulate.h", "ptx_model.h")]
     name = f"emulated-{cache.key(text, *flags, *sources)}"
 
     def build() -> bytes:

@@ -18,7 +18,7 @@ E4M3, E2M1 = ml_dtypes.float8_e4m3fn, ml_dtypes.float4_e2m1fn
 TOP = {E4M3: 448.0, E2M1: 6.0}
 NORMAL = {E4M3: 2.0**-6, E2M1: 1.0}
 MANTISSA = {E4M3: 3, E2M1: 1}
-ELEMENT = {"nvfp4": E2M1, "mxfp4": E2M1, "mxfp8": E4M3, "s2f6": None}
+ELEMENT = {"nvfp4": E2M1, "mxfp4": E2M1, "mxfp8": E4M3, "s2f6": None, "fp8": E4M3}
 ALL_E4M3 = [float(v) for v in np.arange(127, dtype=np.uint8).view(E4M3).astype(F32)]
 EXACT = [2.0**-8, 2.0**-7, 1.5 * 2.0**-7]
 EXACT += [m * 2.0**e for e in range(-6, 6) for m in (1, 1.25, 1.5)] + [64.0]
@@ -255,15 +255,33 @@ def mx(x: np.ndarray, fmt, bits) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return codes, scales, np.zeros(0, F32)
 
 
+def fp8(x: np.ndarray, fmt, bits) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tiles of 128 columns and one row, or 128 rows: the largest magnitude lands on 448."""
+    (rows, cols), high = x.shape, 128 if fmt.block == "tile" else 1
+    codes = np.zeros((rows, cols), np.uint8)
+    scales = np.zeros((-(-rows // high), cols // 128), F32)
+    for i, j in np.ndindex(scales.shape):
+        cut = slice(high * i, high * (i + 1)), slice(128 * j, 128 * (j + 1))
+        part, largest = x[cut], np.abs(x[cut]).max()
+        if not np.isfinite(largest):
+            scales[i, j] = np.nan
+            continue
+        scales[i, j] = largest / F32(448)
+        y = (part * min(F32(1) / scales[i, j], FLT_MAX)).reshape(-1)
+        random = None if bits is None else bits[cut].reshape(-1)
+        codes[cut] = round_to(y, E4M3, random).reshape(part.shape)
+    return codes, scales, np.zeros(0, F32)
+
+
 def quantize(x: np.ndarray, fmt, seed: int = 0, stream: int = 0, bits=None):
     """FP32 x [R, C] -> codes (packed for 4 bits), scales, outer, as the package returns them."""
     with np.errstate(all="ignore"):
-        x = pad(x, max(16 if fmt.format == "nvfp4" else 32, fmt.rotation or 1))
+        x = pad(x, max({"nvfp4": 16, "fp8": 128}.get(fmt.format, 32), fmt.rotation or 1))
         if fmt.rotation:
             x = hadamard(x, fmt.rotation)
         if fmt.rounding == "stochastic" and bits is None:
             bits = random_bits(seed, stream, *x.shape)
-        codes, scales, outer = (nvfp4 if fmt.format == "nvfp4" else mx)(x, fmt, bits)
+        codes, scales, outer = {"nvfp4": nvfp4, "fp8": fp8}.get(fmt.format, mx)(x, fmt, bits)
     if ELEMENT[fmt.format] is E2M1:
         codes = codes[:, 0::2] | (codes[:, 1::2] << 4)
     return codes, scales, outer

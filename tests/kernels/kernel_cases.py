@@ -8,7 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from fp4compile.kernels import cuda_kernels, reference
+from fp4compile.kernels import (
+    block_scaled,
+    cuda_fourbit,
+    cuda_fp8,
+    cuda_kernels,
+    cuda_operands,
+    fallback,
+    layout,
+    reference,
+)
 from fp4compile.kernels.activations import ACTIVATIONS
 from fp4compile.kernels.formats import BLOCK, TensorFormat
 from fp4compile.kernels.primitives import affine, as_operand
@@ -26,14 +35,33 @@ ROW_FORMATS = [
     ("mxfp8:32", "bf16"),
     ("mxfp8:row", "e4m3"),
     ("mxfp8:row", "bf16"),
+    ("nvfp4:row", "fp4"),
+    ("nvfp4:row:fp8_exact:half", "fp4"),
+    ("nvfp4:tensor:tile", "fp4"),
+    ("mxfp8:32", "mx"),
+    ("mxfp8:row", "mx"),
+    ("nvfp4:row:fp8_exact:half", "mx"),
 ]
+GPU_ROW_FORMATS = [
+    *ROW_FORMATS,
+    ("nvfp4:tensor:four_over_six", "fp4"),
+    ("nvfp4:row:fp8_exact", "fp4"),
+]
+FP8 = [("fp8:128", "e4m3"), ("fp8:tile", "e4m3"), ("fp8:128", "none"), ("fp8:tile", "none")]
+FP8_GRADIENTS = [
+    ("fp8:128", "fp8:128"), ("fp8:128", None), (None, "fp8:128"), ("fp8:128:sr", "fp8:128:sr"),
+    ("fp8:128:sr", "fp8:128"), ("fp8:128", "fp8:128:sr"),
+]  # fmt: skip
 GRADIENTS = [
     ("mxfp8:row:sr", "mxfp8:row:sr", "e4m3"),
     ("mxfp8:32:sr", "mxfp8:32:sr", "bf16"),
     ("mxfp8:row:sr", "mxfp8:32:sr", "bf16"),
     (None, "mxfp8:row:sr", "bf16"),
     ("mxfp8:32:sr", None, "bf16"),
+    ("mxfp8:32:sr", "mxfp8:32:sr", "mx"),
+    ("mxfp8:row:sr", "mxfp8:32:sr", "mx"),
 ]
+GPU_GRADIENTS = [*GRADIENTS, ("mxfp8:32:sr", "mxfp8:row:sr", "mx"), ("mxfp8:32:sr", None, "mx")]
 DECODE = [
     ("nvfp4:row:fp8_exact", "e4m3"),
     ("nvfp4:row:fp8_exact", "bf16"),
@@ -41,12 +69,31 @@ DECODE = [
     ("mxfp8:32", "bf16"),
     ("mxfp8:row", "e4m3"),
     ("mxfp8:row", "bf16"),
+    ("mxfp4", "bf16"),
 ]
 REQUANTIZE = [
+    ("mxfp4", "mxfp8:32:sr", "bf16"),
     ("nvfp4:row:four_over_six", "mxfp8:32:sr", "bf16"),
     ("nvfp4:tensor", "mxfp8:row:sr", "e4m3"),
     ("mxfp8:row", "mxfp8:row:sr", "e4m3"),
     ("mxfp8:32", "mxfp8:32:sr", "bf16"),
+    ("nvfp4:row:four_over_six", "mxfp8:32:sr", "mx"),
+    ("mxfp8:row", "mxfp8:row:sr", "mx"),
+]
+GPU_REQUANTIZE = [*REQUANTIZE, ("mxfp8:32", "mxfp8:32:sr", "mx"), ("nvfp4:tensor", "mxfp8:32:sr", "mx")]
+# 4-bit formats that couple nothing along a row: along rows, and of the transpose.
+FOUR_BIT = ["nvfp4:tensor", "mxfp4"]
+TRANSPOSED = ["nvfp4:tensor:had16", "mxfp4:had32", "nvfp4:tensor", "mxfp4", "nvfp4:tensor:had32", "mxfp4:had16"]
+FOUR_BIT_GRADIENTS = [
+    ("nvfp4:tensor:sr", "nvfp4:tensor:sr:had16"),
+    ("mxfp4:sr", "mxfp4:sr:had32"),
+    ("nvfp4:tensor:sr", "nvfp4:tensor:sr"),
+    ("mxfp4:sr", "mxfp4:sr"),
+    ("nvfp4:tensor", "nvfp4:tensor:had32"),
+    ("mxfp8:32:sr", "mxfp4:sr:had16"),
+    ("mxfp4", None),
+    (None, "nvfp4:tensor:sr:had32"),
+    ("nvfp4:tensor:sr", "mxfp8:32:sr"),
 ]
 SHAPES = [(1, 1), (37, 17), (5, 48), (70, 144), (130, 272), (0, 32), (3, 0)]
 STREAM = 3
@@ -78,6 +125,13 @@ def check_poisoned(device) -> None:
             check_requantize(source, target, form, x)
         for case in GRADIENTS:
             check_gradient(*case, x, None, True)
+        for text in FOUR_BIT:
+            check_four_bit(text, x)
+        few = slice(0 if x.is_cuda else 2, 4)  # on the host each costs a compilation
+        for text in TRANSPOSED[few]:
+            check_transposed(text, x)
+        for pair in FOUR_BIT_GRADIENTS[few]:
+            check_four_bit_gradient(*pair, x, None)
         check_activation("gelu", True, torch.float32, device)
         check_act_grad("silu", True, torch.float32, device)
 
@@ -123,7 +177,25 @@ def assert_same(got, want) -> None:
 def wanted(x: torch.Tensor, fmt: TensorFormat, form: str):
     codes, scales, outer = reference.quantize(x, fmt)
     values, factor = reference.split(codes, scales, outer, fmt)
+    if form in block_scaled.FORMS and block_scaled.in_place(fmt, form) != "values":
+        beside = layout.swizzle(scales) if fmt.block != "row" else scales.new_empty(0)
+        return codes, scales, factor, beside
     return codes, scales, factor, as_operand(values, form)
+
+
+def written(operand: torch.Tensor, rows: int, fmt: TensorFormat | None, form: str):
+    """What a kernel writes of an operand: the last row of scales behind it may be longer."""
+    if fmt is None or not block_scaled.has_tail(fmt, form):
+        return operand
+    size = rows * operand.shape[1] + block_scaled.scale_bytes(rows, operand.shape[1] // 32)
+    return operand.flatten()[:size]
+
+
+def operand_of(codes, scales, values, fmt: TensorFormat, form: str) -> torch.Tensor:
+    """The operand of a quantized tensor [R, C] made for one GEMM, as `written` gives it."""
+    if not block_scaled.has_tail(fmt, form):
+        return as_operand(values, form)
+    return torch.cat([codes.flatten(), layout.swizzle(scales)])
 
 
 def check_rows(text: str, form: str, x: torch.Tensor) -> None:
@@ -154,13 +226,16 @@ def check_requantize(source: str, target: str, form: str, x: torch.Tensor) -> No
     got = cuda_kernels.requantize(
         codes, scales, factor, src, x.shape[1], fmt, form, seed(x.device), STREAM
     )
-    assert_same(got, [as_operand(operand, form), out_factor])
+    want = operand_of(*back[:2], operand, fmt, form)
+    assert_same([written(got[0], x.shape[1], fmt, form), got[1]], [want, out_factor])
 
 
 def check_gradient(dgrad, wgrad, form: str, g: torch.Tensor, fold, sums: bool) -> None:
     formats = [t and TensorFormat.parse(t) for t in (dgrad, wgrad)]
     got = cuda_kernels.quantize_grad(g, fold, *formats, form, form, sums, seed(g.device), STREAM)
-    assert_same(got[:4], gradient_parts(g.float(), fold, formats, form))
+    operands = [written(got[i], g.shape[i // 2], formats[i // 2], form) for i in (0, 2)]
+    parts = [operands[0], got[1], operands[1], got[3]]
+    assert_same(parts, gradient_parts(g.float(), fold, formats, form))
     if sums:
         again = cuda_kernels.quantize_grad(
             g, fold, *formats, form, form, sums, seed(g.device), STREAM
@@ -178,9 +253,58 @@ def gradient_parts(g: torch.Tensor, fold, formats, form: str) -> list[torch.Tens
         if fmt is None:
             parts += [nothing, nothing]
             continue
-        values, factor = reference.split(*reference.quantize(x, fmt, bits=b.contiguous()), fmt)
-        parts += [as_operand(values, form), factor]
+        back = reference.quantize(x, fmt, bits=b.contiguous())
+        values, factor = reference.split(*back, fmt)
+        parts += [operand_of(*back[:2], values, fmt, form), factor]
     return parts
+
+
+def check_four_bit(text: str, x: torch.Tensor, forms=("bf16",)) -> None:
+    fmt = TensorFormat.parse(text)
+    for form in forms:
+        assert cuda_fourbit.supports(fmt, form, False)
+        assert_same(cuda_operands.quantize_operand(x, fmt, form, False), wanted(x, fmt, form))
+
+
+def check_transposed(text: str, x: torch.Tensor, form: str = "none") -> None:
+    """Codes, scales and factor of the transpose, and what decoding them gives."""
+    fmt = TensorFormat.parse(text)
+    assert cuda_fourbit.supports(fmt, form, True)
+    got = cuda_operands.quantize_operand(x, fmt, form, True)
+    assert_same(got, wanted(x.t(), fmt, form))
+
+
+def check_four_bit_gradient(dgrad, wgrad, g: torch.Tensor, fold, sums: bool = False):
+    """Both orientations are the reference's; returns all five results."""
+    formats = [t and TensorFormat.parse(t) for t in (dgrad, wgrad)]
+    sides = [cuda_operands._side(f, "bf16", bool(i)) for i, f in enumerate(formats)]
+    assert cuda_fourbit in sides and fallback not in sides
+    arguments = (g, fold, *formats, "bf16", "bf16", sums, seed(g.device), STREAM)
+    got, want = (m.gradient_operands(*arguments) for m in (cuda_operands, fallback))
+    assert_same(got[:4], want[:4])
+    torch.testing.assert_close(got[4], want[4], equal_nan=True, rtol=1e-4, atol=1e-2)
+    return got
+
+
+def check_four_bit_activation(text: str, act: str, gated: bool, dtype, device, shape) -> None:
+    """As `check_activation`, for formats whose maximum is that of the activation's tensor."""
+    fmt = TensorFormat.parse(text)
+    gate, up = terms(*shape, dtype, device), terms(shape[0], shape[1] + 1, dtype, device)
+    up = (up[0][:, :-1], up[1], None, None)
+    h = ACTIVATIONS[act].forward(affine(*gate))
+    if gated:
+        h = h * affine(*up)
+        got = cuda_operands.glu_quantize_operand(gate, up, act, fmt, "bf16")
+    else:
+        got = cuda_operands.act_quantize_operand(gate, act, fmt, "bf16")
+    codes, scales, factor, operand = got
+    want = wanted(h, fmt, "bf16")
+    torch.testing.assert_close(factor, want[2], rtol=3e-5, atol=0)
+    same_scale = (scales == want[1]).float().mean()
+    wrong = (operand.float() != want[3].float()).float().mean()
+    assert same_scale >= 0.97 and wrong <= 0.03, (same_scale, wrong)
+    values = reference.split(codes, scales, factor, fmt)[0]
+    assert_same([operand], [values.to(torch.bfloat16)])
 
 
 def terms(m: int, n: int, dtype, device):
@@ -264,3 +388,68 @@ def check_half_unit(device) -> None:
         x, None, fmt, None, "bf16", "none", False, torch.tensor(key, device=device), stream
     )
     assert_same([got[0]], [want.to(torch.bfloat16)])
+
+
+def check_fp8(text: str, form: str, x: torch.Tensor) -> None:
+    """Rows, tiles and the transpose of x."""
+    fmt = TensorFormat.parse(text)
+    assert cuda_operands.supports(fmt) and cuda_fp8.supports(fmt, form)
+    for transpose in (False, True):
+        want = fallback.quantize_operand(x, fmt, form, transpose)
+        got = cuda_operands.quantize_operand(x, fmt, form, transpose)
+        assert_same(got[:3], want[:3])
+        assert got[1].stride() == want[1].stride() or 1 in got[1].shape or got[1].numel() == 0
+        assert_same([got[3]], [want[3]])
+        codes, scales = want[:2]
+        for turn in (False, True):
+            decoded = (codes, scales, fmt, (x.shape[0] if transpose else x.shape[1]), "e4m3", turn)
+            assert_same(
+                [cuda_operands.decode_operand(*decoded)], [fallback.decode_operand(*decoded)]
+            )
+
+
+def check_fp8_requantize(target: str, x: torch.Tensor) -> None:
+    src, fmt = TensorFormat.parse("fp8:128"), TensorFormat.parse(target)
+    codes, scales, factor, _ = fallback.quantize_operand(x, src, "none", False)
+    call = (codes, scales, factor, src, x.shape[1], fmt, "e4m3", seed(x.device), STREAM)
+    assert_same(cuda_operands.requantize_operand(*call), fallback.requantize_operand(*call))
+
+
+def check_fp8_gradient(dgrad, wgrad, g: torch.Tensor, sums: bool) -> None:
+    formats = [t and TensorFormat.parse(t) for t in (dgrad, wgrad)]
+    call = (g, None, *formats, "e4m3", "e4m3", sums, seed(g.device), STREAM)
+    got, want = cuda_operands.gradient_operands(*call), fallback.gradient_operands(*call)
+    assert_same(got[:4], want[:4])
+    if sums:
+        assert_same([got[4]], [cuda_operands.gradient_operands(*call)[4]])
+        torch.testing.assert_close(got[4], want[4], equal_nan=True, rtol=1e-4, atol=1e-2)
+
+
+def check_fp8_activation(act: str, gated: bool, dtype, device, shape) -> None:
+    """As `check_activation`; scales and codes of what is written agree with each other."""
+    fmt = TensorFormat.parse("fp8:128")
+    gate, up = terms(*shape, dtype, device), terms(shape[0], shape[1] + 1, dtype, device)
+    up = (up[0][:, :-1], up[1], None, None)
+    h = ACTIVATIONS[act].forward(affine(*gate))
+    h = h * affine(*up) if gated else h
+    call = (gate, up) if gated else (gate,)
+    fused = cuda_operands.glu_quantize_operand if gated else cuda_operands.act_quantize_operand
+    codes, scales, _, operand = fused(*call, act, fmt, "e4m3")
+    want = fallback.quantize_operand(h, fmt, "e4m3", False)
+    torch.testing.assert_close(scales, want[1], rtol=1e-4, atol=0)
+    assert (codes != want[0]).float().mean() <= 0.01 and operand is codes
+    nothing = torch.empty(0, device=device)
+    values = reference.dequantize(codes, scales, nothing, fmt, shape[1])
+    steps = scales.repeat_interleave(128, 1)[:, : shape[1]]
+    bound = h.abs() / 16 + steps * 2**-10 + 3e-4  # rounding, and the fits of the activations
+    assert ((values - h).abs() <= bound).all()
+
+
+def check_fp8_poisoned(device) -> None:
+    x = matrix(137, 245, torch.bfloat16, device)
+    with poisoned():
+        for case in FP8:
+            check_fp8(*case, x)
+        check_fp8_requantize("fp8:128", x)
+        for case in FP8_GRADIENTS[:3]:
+            check_fp8_gradient(*case, x, True)

@@ -18,14 +18,14 @@ from torch.nn.functional import pad
 
 from fp4compile.policy import Policy
 
-RECIPES = ("fp8-exact", "thinking-machines", "mxfp8", "nvidia", "mxfp4")
+RECIPES = ("fp8-exact", "thinking-machines", "mxfp8", "nvidia", "mxfp4", "fp8-block")
 LOW = {r: str(Policy.recipe(r).schemes["low"]) for r in RECIPES}
 EXACT, ARTICLE = LOW["fp8-exact"], LOW["thinking-machines"]
 WEIGHT, ACTIVATION, ROTATED, NEXT_LAYER = 2, 3, 8, 16  # streams; the gradient's is 0
 
 
 def every_scheme() -> dict[str, str]:
-    """The text of every scheme of the five recipes, once each, under the first name it has."""
+    """The text of every scheme of the six recipes, once each, under the first name it has."""
     names: dict[str, str] = {}
     for recipe in RECIPES:
         for name, scheme in Policy.recipe(recipe).schemes.items():

@@ -17,11 +17,13 @@ FORWARD = (
     "nvfp4:row:fp8_exact", "nvfp4:tensor:fp8_exact", "nvfp4:row:four_over_six", "nvfp4:tensor",
     "nvfp4:tensor:tile", "nvfp4:row:search=1/1.5/0.9", "nvfp4:tensor:had16", "nvfp4:row:had32",
     "mxfp8:32", "mxfp8:128", "mxfp8:row", "mxfp8:32:had32", "mxfp4", "mxfp4:had32", "s2f6",
+    "fp8:128", "fp8:tile", "fp8:128:had16",
 )  # fmt: skip
 GRADIENTS = (
     ("mxfp8:row:sr", "mxfp8:row:sr"), ("mxfp8:32:sr", "mxfp8:32:sr"), ("mxfp8:128:sr", "mxfp4:sr"),
     ("nvfp4:tensor:sr", "nvfp4:tensor:sr:had16"), ("mxfp4:sr", "mxfp4:sr:had32"), ("mxfp8:32", ""),
     ("", "mxfp8:row:sr"), ("nvfp4:tensor:sr", "mxfp8:row:sr"), ("", ""), ("mxfp8:32:sr:had32", "s2f6"),
+    ("fp8:128", "fp8:128"), ("fp8:128:sr", "fp8:128:sr"), ("", "fp8:128"),
 )  # fmt: skip
 BACKWARD = (
     "mxfp8:32:sr",
@@ -30,7 +32,9 @@ BACKWARD = (
     "nvfp4:tensor:sr",
     "nvfp4:tensor:tile",
     "mxfp8:128",
+    "fp8:128",
 )
+FP8 = ("fp8:128", "fp8:tile", "fp8:128:had16")  # as an engine that reads scales takes it
 ACTS = ("gelu", "gelu_tanh", "relu", "relu2", "silu", "quick_gelu")
 
 
@@ -70,7 +74,7 @@ def forward_cases(t: Tensors, forms: tuple[str, ...] = ("f32", "bf16", "none")) 
         act, term = ACTS[i % len(ACTS)], t.terms[i % 4]
         yield "act_quantize", (*term, act, fmt, forms[0])
         yield "glu_quantize", (*term, *t.terms[(i + 1) % 4], act, fmt, forms[0])
-    for fmt in ("nvfp4:row:fp8_exact", "nvfp4:tensor:fp8_exact", "mxfp8:row"):
+    for fmt in ("nvfp4:row:fp8_exact", "nvfp4:tensor:fp8_exact", "mxfp8:row", *FP8):
         yield "quantize", (t.acc, fmt, "e4m3", False)
 
 
@@ -97,6 +101,22 @@ def gradient_cases(t: Tensors) -> Iterator[Case]:
         yield "glu_grad", (t.g, None, t.wide, *both[:11], i % 2 == 0)
 
 
+def fp8_cases(t: Tensors) -> Iterator[Case]:
+    """Operands of an engine that reads scales beside them, which come in the factor's place."""
+    for fmt in FP8:
+        codes, scales, factor, _ = fp4.quantize(t.acc, fmt, "none", False)
+        for transpose in (False, True):
+            yield "decode", (codes, scales, fmt, t.n, "e4m3", transpose)
+        if "had" not in fmt:
+            target = ("fp8:128:sr", "e4m3", SEED, STREAM)
+            yield "requantize", (codes, scales, factor, fmt, t.n, *target)
+    for d, w in (("fp8:128", "fp8:128:sr"), ("fp8:128:sr", ""), ("", "fp8:128")):
+        forms = ("e4m3" if d else "none", "e4m3" if w else "none")
+        rest = (None, d, w, *forms, True, SEED, STREAM)
+        yield "quantize_grad", (t.g, *rest)
+        yield "act_grad_quantize", (t.g, t.row, t.col, *t.terms[0], "gelu", *rest)
+
+
 def product_cases(t: Tensors) -> Iterator[Case]:
     for out in (torch.float32, torch.bfloat16):
         other = data(9, t.n + 16, seed=8)
@@ -106,7 +126,7 @@ def product_cases(t: Tensors) -> Iterator[Case]:
 
 def every_case(t: Tensors) -> list[Case]:
     """Every primitive over every kind of format."""
-    makers = (forward_cases, saved_cases, gradient_cases, product_cases)
+    makers = (forward_cases, saved_cases, gradient_cases, fp8_cases, product_cases)
     return [case for maker in makers for case in maker(t)]
 
 

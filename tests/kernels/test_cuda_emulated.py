@@ -10,7 +10,7 @@ import emulated
 import kernel_cases as cases
 import pytest
 import torch
-from fp4compile.kernels import cuda_kernels, native_library
+from fp4compile.kernels import cuda_fourbit, cuda_kernels, cuda_loader, native_library
 from fp4compile.kernels.formats import TensorFormat
 
 pytestmark = pytest.mark.skipif(native_library.compiler() is None, reason="no C++ compiler")
@@ -34,10 +34,72 @@ def test_rows(text: str, form: str, order) -> None:
             cases.check_rows(text, form, cases.matrix(rows, cols, torch.bfloat16, CPU, nonfinite))
 
 
+# Partial groups of everything; whole ones and a second tile; nothing at all.
+FEW = [(37, 17), (70, 144), (3, 0)]
+
+
+@pytest.mark.parametrize("text", cases.FOUR_BIT)
+def test_four_bit_rows(text: str, order) -> None:
+    for rows, cols in FEW:
+        for nonfinite in (False, True):
+            cases.check_four_bit(text, cases.matrix(rows, cols, torch.bfloat16, CPU, nonfinite))
+
+
+@pytest.mark.parametrize("text", cases.TRANSPOSED[:3])
+def test_transposed(text: str, order) -> None:
+    for rows, cols in (FEW if "had16" in text else FEW[1:]) + [(33, 2), (0, 2), (130, 18)]:
+        cases.check_transposed(text, cases.matrix(rows, cols, torch.bfloat16, CPU, cols == 144))
+
+
+@pytest.mark.parametrize(("dgrad", "wgrad"), cases.FOUR_BIT_GRADIENTS[:4])
+def test_four_bit_gradient(dgrad: str | None, wgrad: str | None, order) -> None:
+    for rows, cols in FEW[1:]:
+        g = cases.matrix(rows, cols, torch.bfloat16, CPU)
+        cases.check_four_bit_gradient(dgrad, wgrad, g, None, True)
+
+
+def test_other_four_bit_gradients() -> None:
+    g = cases.matrix(37, 45, torch.float32, CPU)
+    fold = cases.matrix(37, 1, torch.float32, CPU)[:, 0]
+    for dgrad, wgrad in cases.FOUR_BIT_GRADIENTS[4:6]:
+        cases.check_four_bit_gradient(dgrad, wgrad, g, fold, True)
+
+
+@pytest.mark.parametrize("exponent", [-148, -126, -104, -98, 120])
+def test_sizes_of_four_bit_values(exponent: int) -> None:
+    """Scales that FP32 cannot undo in one factor, and block maxima whose sixth loses bits."""
+    x = torch.randn(37, 45, generator=torch.Generator().manual_seed(1)).clamp(-3, 3)
+    x = (x.double() * 2.0**exponent).float()
+    for text in cases.FOUR_BIT:
+        cases.check_four_bit(text, x)
+        cases.check_transposed(text, x)
+    for pair in cases.FOUR_BIT_GRADIENTS[2:4]:
+        cases.check_four_bit_gradient(*pair, x, None)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_in_other_dtypes(dtype: torch.dtype) -> None:
     cases.check_rows("nvfp4:row:fp8_exact", "e4m3", cases.matrix(37, 80, dtype, CPU))
     cases.check_rows("nvfp4:tensor:tile", "bf16", cases.matrix(37, 80, dtype, CPU))
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [("nvfp4:row", "fp4"), ("nvfp4:tensor", "bf16"), ("nvfp4:row:fp8_exact", "e4m3"),
+     ("nvfp4:tensor:tile", "fp4"), ("mxfp8:32", "mx")],
+)  # fmt: skip
+def test_rows_by_conversion_instructions(monkeypatch, text: str, form: str) -> None:
+    """What Blackwell's instructions make of them, by their model."""
+    seen = []
+
+    def launch(file, kernel, defines, *rest):
+        seen.append(kernel)
+        emulated.launch(file, kernel, (*defines, ("FP4_PTX_MODEL", 1)), *rest)
+
+    monkeypatch.setattr(cuda_loader, "launch", launch)
+    for rows, cols in ((37, 17), (70, 144)):
+        cases.check_rows(text, form, cases.matrix(rows, cols, torch.bfloat16, CPU, rows == 70))
+    assert seen
 
 
 def test_rows_longer_than_a_thread_holds(monkeypatch) -> None:
@@ -99,9 +161,13 @@ def test_large_tensors_and_other_shapes_of_a_cta(monkeypatch) -> None:
     """64-bit groups of random bits; warps of a CTA side by side."""
     for name, value in (("BIG", 0), ("GRADIENT_ACROSS", 8), ("TRANSPOSE_ACROSS", 4)):
         monkeypatch.setattr(cuda_kernels, name, value)
+    for name, value in (("BIG", 0), ("COLUMNS_ACROSS", 4)):
+        monkeypatch.setattr(cuda_fourbit, name, value)
     g = cases.matrix(130, 272, torch.bfloat16, CPU)
     cases.check_gradient(*cases.GRADIENTS[0], g, None, True)
     cases.check_requantize(*cases.REQUANTIZE[0], g)
+    for pair in cases.FOUR_BIT_GRADIENTS[:3:2]:
+        cases.check_four_bit_gradient(*pair, g[:40, :144], None)
     cases.check_decode(*cases.DECODE[0], g)
 
 
@@ -130,6 +196,9 @@ def test_half_unit() -> None:
 def test_activations(act: str) -> None:
     cases.check_activation(act, act == "silu", torch.float32, CPU)
     cases.check_act_grad(act, act == "silu", torch.float32, CPU)
+    for text, of in zip(cases.FOUR_BIT, ("silu", "gelu")):
+        if act == of:
+            cases.check_four_bit_activation(text, act, act == "silu", torch.float32, CPU, (9, 80))
     cases.check_act_grad(act, act == "relu", torch.bfloat16, CPU, (37, 45))
 
 

@@ -14,9 +14,11 @@ NEAREST = (
     "nvfp4:row", "nvfp4:tensor", "nvfp4:tensor:tile", "nvfp4:row:four_over_six",
     "nvfp4:tensor:search=0.875/1/1.5", "nvfp4:row:fp8_exact", "nvfp4:tensor:fp8_exact",
     "nvfp4:row:fp8_exact:half", "mxfp8:32", "mxfp8:128", "mxfp8:row", "mxfp4", "s2f6",
+    "fp8:128", "fp8:tile",
 )  # fmt: skip
 STOCHASTIC = (
-    "nvfp4:tensor:sr", "nvfp4:tensor:tile:sr", "mxfp8:32:sr", "mxfp8:128:sr", "mxfp8:row:sr", "mxfp4:sr"
+    "nvfp4:tensor:sr", "nvfp4:tensor:tile:sr", "mxfp8:32:sr", "mxfp8:128:sr", "mxfp8:row:sr", "mxfp4:sr",
+    "fp8:128:sr", "fp8:tile:sr",
 )  # fmt: skip
 OTHERS = tuple(
     f"{source}>{fmt}"

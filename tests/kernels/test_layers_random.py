@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 fp4 = torch.ops.fp4
 F32 = torch.float32
-SCHEMES = {name: text for name, text in every_scheme().items() if text != "original"}
+SCHEMES = {name: text for name, text in every_scheme().items() if ":sr" in text}
 
 
 def leaves() -> list[torch.Tensor]:

@@ -45,6 +45,11 @@ def mx(rows: int, cols: int, bits: int, factor: int = 0) -> list[Shape]:
     return [(U8, (rows, wide * bits // 8)), (U8, (rows, wide // 32)), (F32, (factor,))]
 
 
+def fp8(rows: int, cols: int, scales: int) -> list[Shape]:
+    blocks = -(-cols // 128)
+    return [(U8, (rows, 128 * blocks)), (F32, (scales, blocks)), (F32, (0,))]
+
+
 def leaf(*shape: int, dtype=F32, need: bool = True) -> torch.Tensor:
     return data(*shape, dtype=dtype).requires_grad_(need)
 
@@ -56,6 +61,8 @@ LINEAR = {
     # quantized along tokens for WGRAD, the tile-quantized weight for DGRAD
     LOW["nvidia"]: [*nvfp4(K, M, 1), *nvfp4(N, K, 1)],
     LOW["mxfp4"]: [*mx(K, M, 4), *mx(K, N, 4)],
+    # scales in FP32: one for 128 of a row, one for a tile of the weight
+    LOW["fp8-block"]: [*fp8(M, K, M), *fp8(N, K, -(-N // 128))],
 }
 
 
@@ -125,7 +132,7 @@ def test_gated(text: str) -> None:
     assert pointers[:3] == pointers[3:6], "the input's codes are kept twice"
 
 
-@pytest.mark.parametrize("text", [EXACT, ARTICLE, LOW["mxfp8"], LOW["nvidia"], LOW["mxfp4"]])
+@pytest.mark.parametrize("text", [*LOW.values()])
 def test_nothing_else_stays_alive(text: str) -> None:
     """No attribute of the node holds the input, the decoded operands or the hidden tensor."""
     w, w2 = leaf(H, K), leaf(N, H)

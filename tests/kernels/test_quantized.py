@@ -14,25 +14,39 @@ def data(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "mxfp4", "s2f6"])
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8", "mxfp4", "s2f6", "fp8"])
 @pytest.mark.parametrize(
     "shape", [(50,), (3, 50), (2, 3, 50), (2, 2, 3, 50), (0, 50), (2, 0), (2, 0, 16)]
 )
 def test_shapes(format: str, shape: tuple[int, ...]) -> None:
     x = data(*shape)
     q = quantize(x, format)
-    block, per_byte = {"nvfp4": (16, 2), "mxfp4": (32, 2)}.get(format, (32, 1))
+    block, per_byte = {"nvfp4": (16, 2), "mxfp4": (32, 2), "fp8": (128, 1)}.get(format, (32, 1))
     wide = -(-shape[-1] // block) * block
     assert q.codes.shape == (*shape[:-1], wide // per_byte)
     assert q.scales.shape == (*shape[:-1], wide // block)
     assert q.codes.dtype == (torch.int8 if format == "s2f6" else torch.uint8)
     assert q.outer.shape == (() if format == "nvfp4" else (0,))
     assert q.shape == x.shape and q.dequantize().shape == x.shape
-    assert q.nbytes == q.codes.numel() + q.scales.numel() + 4 * q.outer.numel()
+    one = 4 if format == "fp8" else 1
+    assert q.scales.dtype == (torch.float32 if format == "fp8" else torch.uint8)
+    assert q.nbytes == q.codes.numel() + one * q.scales.numel() + 4 * q.outer.numel()
     want = reference.quantize(x.flatten(0, -2) if x.ndim > 1 else x[None], q.format)
     if x.numel():
         assert torch.equal(q.codes.flatten(), want[0].flatten())
         assert (q.dequantize() - x).norm() < 0.13 * x.norm()
+
+
+@pytest.mark.parametrize("shape", [(50,), (2, 100, 150), (0, 16), (4, 0)])
+def test_fp8_tiles_have_one_scale(shape: tuple[int, ...]) -> None:
+    """Over all leading axes: 200 rows of two matrices are two rows of tiles."""
+    x = data(*shape)
+    q = quantize(x, "fp8", block="tile")
+    rows = x[..., 0].numel() if shape[-1] else 4
+    assert q.scales.shape == (-(-rows // 128), -(-shape[-1] // 128))
+    assert q.nbytes == q.codes.numel() + 4 * q.scales.numel()
+    assert q.dequantize().shape == shape
+    assert x.numel() == 0 or (q.dequantize() - x).norm() < 0.03 * x.norm()
 
 
 @pytest.mark.parametrize("shape", [(50,), (2, 3, 50), (0, 16), (4, 0)])

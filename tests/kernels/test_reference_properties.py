@@ -8,7 +8,7 @@ import independent
 import numpy as np
 import pytest
 import torch
-from fp4compile.kernels import elements, reference, rotation
+from fp4compile.kernels import elements, fp8, reference, rotation
 from fp4compile.kernels.errors import FormatError, InputError
 from fp4compile.kernels.formats import BLOCK, TensorFormat
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -52,7 +52,8 @@ def test_extreme_magnitudes(text: str, amax: float) -> None:
     if "had" in text and amax == 3e38:
         return  # the sums of a rotation overflow: the group is NaN
     scales = reference.quantize(torch.from_numpy(x), TensorFormat.parse(text), torch.tensor(11))[1]
-    assert not bool((scales == (0x7F if text.startswith("nvfp4") else 255)).any())
+    assert scales.isfinite().all()
+    assert scales.is_floating_point() or not bool((scales == (0x7F if text.startswith("nvfp4") else 255)).any())
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -84,14 +85,14 @@ def test_sizes_that_do_not_divide(rows: int, cols: int) -> None:
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("text", ["nvfp4:row", "nvfp4:row:four_over_six", "nvfp4:row:fp8_exact",
                                   "nvfp4:row:fp8_exact:half", "nvfp4:tensor:tile", "mxfp8:32",
-                                  "mxfp8:128", "mxfp8:row", "mxfp4", "s2f6"])  # fmt: skip
+                                  "mxfp8:128", "mxfp8:row", "mxfp4", "s2f6", "fp8:128"])  # fmt: skip
 def test_not_finite_stays_in_its_group(text: str, bad: float) -> None:
     x = np.random.default_rng(3).standard_normal((20, 256)).astype(np.float32)
     clean = roundtrip(torch.from_numpy(x), text)
     x[7, 130] = bad
     assert_same(x, text)
     lost = torch.isnan(roundtrip(torch.from_numpy(x), text))
-    row = {"nvfp4:row": 256, "mxfp8:row": 256, "mxfp8:128": 128}.get(
+    row = {"nvfp4:row": 256, "mxfp8:row": 256, "mxfp8:128": 128, "fp8:128": 128}.get(
         ":".join(text.split(":")[:2]), 32
     )
     if text == "nvfp4:tensor:tile":
@@ -162,6 +163,35 @@ def test_exact_values_are_e4m3_numbers(kind: str) -> None:
         assert torch.equal(values.to(torch.bfloat16).float(), values)
 
 
+def test_fp8s_cast_on_the_cpu_has_the_bits_of_encode() -> None:
+    """All BF16 numbers, all E4M3 numbers, their midpoints and an ulp beside these."""
+    y = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    codes = torch.arange(256, dtype=torch.uint8)
+    grid = elements.decode(codes[:0x7F], elements.E4M3)
+    ties = (grid[1:] + grid[:-1]) / 2
+    beside = [torch.nextafter(ties, torch.tensor(v)) for v in (0.0, 1e9)]
+    for part in (y[y.isfinite()], grid, ties, *beside):
+        for signed in (part, -part):
+            assert torch.equal(fp8.nearest(signed), elements.encode(signed, elements.E4M3))
+    want = elements.decode(codes, elements.E4M3)
+    assert torch.equal(fp8.elements(codes).nan_to_num(9e9), want.nan_to_num(9e9))
+    assert torch.equal(torch.signbit(fp8.elements(codes)), torch.signbit(want))
+
+
+def test_fp8_tiles() -> None:
+    """A weight and its transpose have the same codes and scales; NaN takes its tile alone."""
+    x, fmt = torch.randn(200, 300), TensorFormat.parse("fp8:tile")
+    (codes, scales, _), (turned, turned_scales, _) = (
+        reference.quantize(t, fmt) for t in (x, x.t())
+    )
+    assert torch.equal(codes[:, :300], turned[:, :200].t())
+    assert torch.equal(scales, turned_scales.t()) and scales.shape == (2, 3)
+    assert (codes & 127).amax() == 0x7E and ((codes & 127) < 0x7F).all()
+    x[150, 130] = float("nan")
+    lost = roundtrip(x, "fp8:tile").isnan()
+    assert lost[128:, 128:256].all() and lost.sum() == 72 * 128
+
+
 def test_tiles_are_the_same_transposed() -> None:
     x = torch.from_numpy(KINDS["heavy"](np.random.default_rng(9), (48, 80)))
     fmt = TensorFormat.parse("nvfp4:tensor:tile")
@@ -169,7 +199,7 @@ def test_tiles_are_the_same_transposed() -> None:
     assert torch.equal(elements.unpack(one[0]), elements.unpack(other[0]).t())
 
 
-@pytest.mark.parametrize("text", ["nvfp4:tensor:sr", "mxfp8:32:sr", "mxfp4:sr"])
+@pytest.mark.parametrize("text", ["nvfp4:tensor:sr", "mxfp8:32:sr", "mxfp4:sr", "fp8:128:sr"])
 def test_transposed_copy_uses_the_elements_own_bits(text: str) -> None:
     fmt, (m, n) = TensorFormat.parse(text), (37, 50)
     x = KINDS["gauss"](np.random.default_rng(10), (m, n))

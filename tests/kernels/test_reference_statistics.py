@@ -28,6 +28,9 @@ FIGURES = {
     "mxfp8:32": (0.0265, 0.0001),
     "mxfp8:32:sr": (0.0375, 0.0002),
     "mxfp8:row:sr": (0.0375, 0.0002),
+    "fp8:128": (0.0257, 0.0001),
+    "fp8:tile": (0.0265, 0.0002),
+    "fp8:128:sr": (0.0364, 0.0002),
 }
 
 
@@ -53,7 +56,7 @@ def test_gaussian_error(text: str) -> None:
     assert relative(draw(x, text, 1) - x, x) == pytest.approx(want, abs=tolerance)
 
 
-@pytest.mark.parametrize("text", ["nvfp4:tensor:sr", "mxfp8:32:sr", "mxfp4:sr"])
+@pytest.mark.parametrize("text", ["nvfp4:tensor:sr", "mxfp8:32:sr", "mxfp4:sr", "fp8:128:sr"])
 def test_mean_of_draws_falls_as_the_square_root(text: str) -> None:
     x = gaussian(128, 256, 1)
     one = relative(draw(x, text, 0) - x, x)

@@ -73,4 +73,9 @@ FORMATS = (
     "mxfp4:sr:had16",
     "s2f6",
     "s2f6:had32",
+    "fp8:128",
+    "fp8:tile",
+    "fp8:128:sr",
+    "fp8:tile:sr",
+    "fp8:128:had16",
 )

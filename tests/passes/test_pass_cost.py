@@ -37,6 +37,16 @@ def test_predictions_are_within_15_percent_of_the_measured_step(arm, d):
     assert abs(predicted / row["ms"] - 1) < 0.15
 
 
+# fp8-block, H200, torch 2.11, beside BF16's 10.44 and 40.67.
+FP8_BLOCK = {2048: 7.776, 4096: 28.511}
+
+
+@pytest.mark.parametrize("d", FP8_BLOCK)
+def test_fp8_block_is_within_15_percent_of_the_measured_step(d):
+    predicted = cost.milliseconds(mlp("fp8-block"), H200, 32768, d, 4 * d)
+    assert abs(predicted / FP8_BLOCK[d] - 1) < 0.15
+
+
 @pytest.mark.parametrize("arm", ["bf16", "fp8-exact"])
 def test_a_gpt_is_within_15_percent_of_the_measured_step(arm):
     (row,) = [r for r in GPT["rows"] if r["arm"] == arm]

@@ -1,0 +1,116 @@
+"""Draw the figures of the docs from the JSON files in docs/results.
+
+    python examples/reproduce/figures.py [NAME ...]     # h200-mlp, training
+
+Each PNG carries the digest of its JSON file, so that a figure of other numbers is noticed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES, RESULTS = ROOT / "docs" / "figures", ROOT / "docs" / "results"
+COLORS = {
+    "bf16": "#3c3c3c",
+    "torchao tensorwise": "#9a9a9a",
+    "thinking-machines": "#e69f00",
+    "thinking-machines, nearest": "#cc79a7",
+    "fp8": "#009e73",
+    "fp8-exact": "#0072b2",
+}
+MLP_ARMS = ("torchao tensorwise", "thinking-machines", "fp8-exact")
+
+
+def mlp(result: dict, figure: Any) -> None:
+    """Time of one MLP step as a fraction of BF16 compile's, by width and arm."""
+    ratio = {(row["d"], row["arm"]): row["time_ratio"] for row in result["rows"]}
+    widths = sorted({d for d, _ in ratio})
+    axes = figure.subplots()
+    for i, arm in enumerate(MLP_ARMS):
+        at = [x + (i - 1) * 0.27 for x in range(len(widths))]
+        bars = axes.bar(at, [ratio[d, arm] for d in widths], 0.25, color=COLORS[arm], label=arm)
+        label = {"color": "white", "weight": "bold", "fontsize": 9}
+        axes.bar_label(bars, fmt="%.2f", label_type="center", **label)  # far from the line at 1
+    axes.axhline(1, color="black", linewidth=1)
+    axes.text(len(widths) - 0.5, 1.02, "BF16 torch.compile", ha="right", fontsize=9)
+    axes.set_xticks(range(len(widths)), [f"d = {d}" for d in widths])
+    axes.set_ylim(0, 1.3)
+    axes.set_ylabel("time / BF16 compile")
+    axes.set_title(
+        f"One MLP d → 4d → d, {result['tokens']:,} tokens, forward and backward\n"
+        f"{result['gpu']}, torch {result['torch'].split('+')[0]}, {result['date']}",
+        fontsize=10,
+    )
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, ncols=3, loc="upper left", fontsize=9)
+
+
+def training(result: dict, figure: Any) -> None:
+    """Held-out loss by step and by seconds, a line a run."""
+    sides = figure.subplots(1, 2, sharey=True)
+    for row in result["rows"]:
+        steps = sorted(int(step) for step in row["held_out"])
+        losses = [row["held_out"][str(step)] for step in steps]
+        each = row["train_seconds"] / row["steps"]
+        look: dict = {"color": COLORS[row["arm"]], "lw": 1.4, "alpha": 1 - 0.5 * row["seed"]}
+        label = row["arm"] if row["seed"] == 0 else None
+        sides[0].plot(steps, losses, label=label, **look)
+        sides[1].plot([step * each for step in steps], losses, **look)
+    for axes, name in zip(sides, ("step", "seconds of training")):
+        axes.set_xlabel(name)
+        axes.set_yscale("log")
+        axes.spines[["top", "right"]].set_visible(False)
+    sides[0].set_ylabel("held-out loss, nats a byte")
+    sides[0].legend(frameon=False, fontsize=8)
+    size = result["size"]
+    figure.suptitle(
+        f"GPT of {result['parameters'] / 1e6:.0f} M parameters, {size['layers']} blocks,"
+        f" width {size['width']}, {size['batch'] * size['context']:,} tokens a step\n"
+        f"{result['machine']}, torch {result['torch']}, {result['date']}",
+        fontsize=10,
+    )
+
+
+# A figure's name: its JSON file, how it is drawn, its size in inches.
+DRAWN: dict[str, tuple[str, Callable[[dict, Any], None], tuple[float, float]]] = {
+    "h200-mlp": ("h200-mlp", mlp, (7.5, 3.6)),
+    "training": ("reproduce-train", training, (9, 4)),
+}
+
+
+def digest(name: str) -> str:
+    """Of the JSON file that a figure shows."""
+    return hashlib.sha256((RESULTS / f"{DRAWN[name][0]}.json").read_bytes()).hexdigest()
+
+
+def draw(name: str) -> None:
+    """Write the PNG ``name``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    file, paint, size = DRAWN[name]
+    figure = plt.figure(figsize=size, layout="constrained")
+    paint(json.loads((RESULTS / f"{file}.json").read_text()), figure)
+    figure.savefig(FIGURES / f"{name}.png", dpi=150, metadata={"Source": digest(name)})
+    plt.close(figure)
+
+
+def main() -> None:
+    """The command line."""
+    names = sys.argv[1:] or [n for n in DRAWN if (RESULTS / f"{DRAWN[n][0]}.json").exists()]
+    for name in names:
+        if name not in DRAWN:
+            sys.exit(f"figures: no figure {name!r}; there are {', '.join(DRAWN)}")
+        draw(name)
+
+
+if __name__ == "__main__":
+    main()
