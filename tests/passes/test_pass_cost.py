@@ -54,6 +54,14 @@ def test_a_gpt_is_within_15_percent_of_the_measured_step(arm):
     assert abs(1e3 * cost.seconds(steps, H200) / row["ms"] - 1) < 0.15
 
 
+@pytest.mark.parametrize(("search", "words"), [(None, "plain"), ("four_over_six", "four over six")])
+def test_gelu_with_quantize_is_within_15_percent_of_the_measured_kernel(search, words):
+    """32,768 x 32,768 on an H200, a GEMM's factors included."""
+    measured = json.loads((RESULTS / "h200-verify-timings.json").read_text())["timings"]
+    (row,) = [r for r in measured if r["what"] == f"gelu_tanh + quantize, {words}"]
+    assert abs(predicting.gelu_quantize(H200, search) / row["ms"] - 1) < 0.15
+
+
 def test_the_articles_whole_steps():
     """1.18, 1.28 and 1.38 x BF16's speed at three widths: within 10 %, and in this order."""
     gains = []
