@@ -15,6 +15,7 @@ from torch import Tensor
 from . import engines
 from .activations import ACTIVATIONS, evaluate
 from .formats import BITS, BLOCK, TensorFormat
+from .observing import observed
 from .reference import padded
 
 LIBRARY = torch.library.Library("fp4", "DEF")
@@ -34,7 +35,7 @@ def primitive(schema: str, fake: Callable) -> Callable:
 
     def register(function: Callable) -> Callable:
         LIBRARY.define(schema)
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, observed(name, function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"fp4::{name}", fake, lib=LIBRARY)
         NAMES.append(name)
         return function
@@ -412,4 +413,4 @@ def scaled_mm_out(a, b, engine, m, n, out):
     return engines.matmul(a, b, engine, out.dtype, out)
 
 
-LIBRARY.impl("scaled_mm.out", scaled_mm_out, "CompositeExplicitAutograd")
+LIBRARY.impl("scaled_mm.out", observed("scaled_mm", scaled_mm_out), "CompositeExplicitAutograd")

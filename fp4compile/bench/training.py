@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
+from ..monitoring import Monitor
 from .arms import Arm, gpt_arms, mlp_arms
 from .models import GPT, MLP
 from .timing import header, median_ms
@@ -89,6 +92,51 @@ def run_gpt(
         row = measure(partial(gpt_step, arm, width, layers, context, tokens))
         result["rows"].append({"width": width, "arm": name, **row})
     return with_ratios(result, "width")
+
+
+GPT_SIZES = (2048, 12, 32768), (768, 12, 16384)  # width, layers, tokens
+
+
+def run_monitor(sizes: tuple[tuple[int, int, int], ...] = GPT_SIZES) -> dict:
+    """What `fp4.monitor` costs a GPT's step (width, layers, tokens), fp8-exact, as a dict.
+
+    Every row: milliseconds of a step without a monitor, between samples, and in a sampled step,
+    medians of steps in turn; the share of the time that one sample in 50 steps adds.
+    """
+    result: dict = {"bench": "monitor", **header(), "rows": []}
+    for width, layers, tokens in sizes:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        row = _monitored(width, layers, tokens)
+        result["rows"].append({"width": width, "layers": layers, "tokens": tokens, **row})
+    return result
+
+
+def _monitored(width: int, layers: int, tokens: int, steps: int = 20) -> dict:
+    models: list[nn.Module] = []
+
+    def keep(model: nn.Module) -> object:
+        models.append(model)
+        return gpt_arms()["fp8-exact"](model)
+
+    step = gpt_step(keep, width, layers, 1024, tokens)
+    times: dict[str, list[float]] = {"off": [], "between": [], "sampled": []}
+    for turn in range(steps + 2):
+        for name, every in (("off", 0), ("between", 1000), ("sampled", 1)):
+            monitor = Monitor(models[0], every, 128, None, None, 1, True) if every else None
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            if turn > 1:  # compiled, and the monitor's own memory is there
+                times[name].append(1e3 * (time.perf_counter() - began))
+            if monitor is not None:
+                monitor.stop()
+    found = {f"{name}_ms": round(statistics.median(all_ms), 3) for name, all_ms in times.items()}
+    off, between, sampled = found.values()
+    share = (between - off + (sampled - off) / 50) / off
+    return {**found, "added_at_50": round(share, 5)}
 
 
 def with_ratios(result: dict, key: str) -> dict:

@@ -119,3 +119,38 @@ def test_epilogues_are_fused():
     assert code.count("torch.ops.fp4.scaled_mm.out(") == 6
     assert code.count("torch.ops.fp4.act_grad_.default(") == 1
     assert "in_out_ptr0" in code
+
+
+def monitored(**options):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Mlp().to("cuda", torch.bfloat16)
+    options = {"policy": policy("fp8-exact"), **options}
+    call = torch.compile(model, backend="fp4", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(M, D, device="cuda", dtype=torch.bfloat16)
+    x[7, 3] = torch.nan
+    with fp4.monitor(model, every=2) as monitor:
+        for _ in range(5):
+            call(x.requires_grad_()).float().nansum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return monitor
+
+
+def test_a_monitor_names_layers_of_inductors_code():
+    found = monitored().as_dict()
+    assert list(found) == [0, 2, 4]
+    for layers in found.values():
+        assert set(layers) == {"up", "down"}
+        assert all({"fprop.activation", "fprop.weight", "dgrad.gradient", "wgrad.gradient"} == set(o) for o in layers.values())
+        assert layers["up"]["fprop.activation"]["nan_rows"] == 1
+        assert layers["down"]["fprop.activation"]["nan_rows"] == 1  # the fused one
+        assert layers["up"]["fprop.weight"]["nan_rows"] == 0
+        for operand, figures in layers["down"].items():
+            assert (0.03 if "gradient" in operand else 0.08) < figures["error"] < 0.12, (operand, figures)
+
+
+def test_a_monitor_warns_of_cuda_graphs():
+    with pytest.warns(fp4.PrecisionWarning, match="2 of 2 quantized layers were not sampled.*CUDA graphs"):
+        assert monitored(**{"triton.cudagraphs": True}).readings == []
