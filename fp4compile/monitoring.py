@@ -8,6 +8,7 @@ have the kernels that they have without a monitor; no graph is compiled again fo
 from __future__ import annotations
 
 import csv
+import math
 import weakref
 from collections import deque
 from dataclasses import asdict, dataclass, fields
@@ -303,12 +304,14 @@ def _reading(step: int, key: Key, made: list[tuple[Quantization, list[float]]]) 
     first = made[0][0]
     off, size = (sum(v[i] ** 2 for _, v in made) ** 0.5 for i in (0, 1))
     n = sum(q.sampled for q, _ in made)
+    bad = int(max(v[5] for _, v in made))
+    nothing = math.nan if bad == first.rows else 0.0  # left to compare
     return Reading(
         step, *key, first.format,
-        error=off / size if size else 0.0,
+        error=off / size if size else nothing,
         zeros=sum(v[2] for _, v in made) / n,
         saturated=sum(v[3] for _, v in made) / n if first.side == "forward" else None,
-        nan_rows=int(max(v[5] for _, v in made)),
+        nan_rows=bad,
         rows=first.rows,
         rms=size / n**0.5,
         amax=max(v[4] for _, v in made),

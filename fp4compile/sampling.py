@@ -155,6 +155,8 @@ class Sample:
         wanted = not self.graphed and (self._depth > 0 or in_backward())
         for made in quantizations(name, args, out, self.rows if wanted else None):
             if made.side == "forward":
+                if wanted and self._depth == 0:  # a checkpointed part again, on memory of its own
+                    self._addresses = Addresses(self.model)
                 label = self._addresses.name(made.source) if wanted else None
                 made.names = [label] if label else []
                 if made.codes:

@@ -94,7 +94,7 @@ def run_gpt(
     return with_ratios(result, "width")
 
 
-GPT_SIZES = (2048, 12, 32768), (768, 12, 16384)  # width, layers, tokens
+GPT_SIZES = (768, 12, 16384), (2048, 4, 32768)  # width, layers, tokens
 
 
 def run_monitor(sizes: tuple[tuple[int, int, int], ...] = GPT_SIZES) -> dict:
@@ -113,7 +113,7 @@ def run_monitor(sizes: tuple[tuple[int, int, int], ...] = GPT_SIZES) -> dict:
     return result
 
 
-def _monitored(width: int, layers: int, tokens: int, steps: int = 20) -> dict:
+def _monitored(width: int, layers: int, tokens: int, steps: int = 12) -> dict:
     models: list[nn.Module] = []
 
     def keep(model: nn.Module) -> object:
