@@ -235,7 +235,7 @@ def rows(arms: list[dict], runs: list[Run], steps: int) -> list[dict]:
         before = gaps(runs, arm["name"], starts[0]) if starts else []
         mine = [run for run in runs if run["arm"] == arm["name"]]
         found.append({
-            "arm": arm["name"], "group": arm["group"], "gaps": final,
+            "arm": arm["name"], "group": arm["group"], "policy": arm["policy"], "gaps": final,
             "mean": statistics.mean(final), "sd": spread(final), "before": before,
             "quantized": len(mine[0]["quantized"]),
             "steps_per_second": statistics.median(run["steps_per_second"] for run in mine),
@@ -287,9 +287,9 @@ def draw(arms: list[dict], runs: list[Run], about: str, path: Path) -> None:
     for axes in all_axes.flat[len(groups) :]:
         axes.remove()
     for axes, group in zip(all_axes.flat, groups):
-        mine = [arm for arm in arms[1:] if arm["group"] == group and arm["name"] in there]
-        if group == "late switch":  # what it is a switch of
-            mine = [arm for arm in arms if arm["name"] == "nvidia" and arm["name"] in there] + mine
+        of = group.partition("late switch of ")[2]  # an arm that may be in another panel
+        mine = [arm for arm in arms[1:] if group == arm["group"] or arm["name"] == of]
+        mine = [arm for arm in mine if arm["name"] in there]
         panel(axes, mine, runs)
         axes.set_title(group, **NOTE)
     fig.suptitle(f"Training loss above high precision; {about}", fontsize=11)

@@ -66,7 +66,7 @@ def monitor(
     model: nn.Module,
     every: int = 50,
     *,
-    rows: int = 128,
+    rows: int = 64,
     csv: str | Path | None = None,
     tensorboard: Any = None,
     step: int = 0,

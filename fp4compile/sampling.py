@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .blocks import clean_name, parameter_name
 from .kernels import observing
-from .kernels.health import Quantization, Rows, address, quantizations
+from .kernels.health import Quantization, Rows, address, measure, quantizations
 
 MODEL = "(the model)"
 Key = tuple[str, str]  # a layer's name and an operand's, such as "dgrad.gradient"
@@ -146,7 +146,7 @@ class Sample:
         elif name in ("decode", "requantize"):
             known = self._codes.get(address(first))
             self._operands[address(out[0] if name == "requantize" else out)] = known
-            mine = known is not None and known.sums is not None
+            mine = known is not None and known.kept is not None
             self._backward |= mine and in_backward()
         else:
             self._quantized(name, args, out)
@@ -179,7 +179,7 @@ class Sample:
 
     def _multiplied(self, a: int, b: int) -> None:
         left, right = self._operands.get(a), self._operands.get(b)
-        if left is None or right is None or right.sums is None:  # another model's
+        if left is None or right is None or right.kept is None:  # another model's
             return
         self._products.append((left, right))
         if left.side == "dgrad":
@@ -199,9 +199,14 @@ class Sample:
             beside = readers.get(right.source if right.transposed else right, [])
             for name, operand, made in _operands(left, right, beside):
                 of_layer = found.setdefault((name, operand), [])
-                if made.sums is not None and not any(made is other for other in of_layer):
+                if not any(made is other for other in of_layer):
                     of_layer.append(made)
-        return {key: made for key, made in found.items() if made}
+        measure(made for of_layer in found.values() for made in of_layer)
+        return {
+            key: measured
+            for key, of_layer in found.items()
+            if (measured := [made for made in of_layer if made.sums is not None])
+        }
 
 
 def _operands(

@@ -1,15 +1,16 @@
-"""What one quantization did to a tensor: figures of some rows, made on its device, not waited for.
+"""What one quantization did to a tensor, from some of its rows; nothing waits for the device.
 
-`quantizations` reads the arguments and results of a primitive (`observing.py`). It recomputes no
-tensor: rows at even distances are decoded and compared with the rows that were quantized; where
-these are never stored (a hidden activation, a hidden gradient), these rows alone are made again.
-Rows that are not finite are counted over the whole tensor, from its factors, scales or, for
-gradients in blocks of 32, the first value of every block.
+`quantizations` reads the arguments and results of a primitive (`observing.py`) and copies rows at
+even distances of what was quantized and of what became of it; where the former is never stored (a
+hidden activation, a hidden gradient), these rows alone are made again. `measure` compares all
+copies of a step at its end, those of equal shape and format together: a few kernels each. Rows that
+are not finite are counted over the whole tensor, from its factors or scales or, for gradients in
+blocks of 32, from the first value of every block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch.nn.functional import pad
 
 from . import reference, rotation
 from .activations import ACTIVATIONS, evaluate
-from .elements import E4M3, decode, e8m0_decode
+from .elements import e8m0_decode
 from .formats import BLOCK, TensorFormat
 
 # Beyond the last code by half a step: with one code more it would have been rounded to that.
@@ -28,12 +29,36 @@ SUMS = ("off", "size", "zeros", "saturated", "amax", "nan_rows")
 
 
 @dataclass(eq=False)
+class Kept:
+    """Copies of n rows: ``x`` [n, C], its ``operand`` or (form "none") ``codes``, ``scales``.
+
+    ``factor`` is the whole one; ``bad`` the number of rows that are not finite, where the factor
+    does not tell it.
+    """
+
+    x: Tensor
+    at: Tensor
+    form: str
+    factor: Tensor
+    operand: Tensor | None = None
+    codes: Tensor | None = None
+    scales: Tensor | None = None
+    bad: Tensor | None = None
+
+    def like(self) -> tuple:
+        """Equal for copies that can be compared together."""
+        tensors = (self.x, self.operand, self.codes, self.scales, self.factor)
+        shapes = [(t.shape, t.dtype) if t is not None else None for t in tensors]
+        return self.form, self.x.device, self.bad is None, *shapes
+
+
+@dataclass(eq=False)
 class Quantization:
     """One quantized tensor; ``side``: "forward", or the GEMM ("dgrad", "wgrad") of a gradient.
 
     ``source``, ``codes`` and ``operand`` are addresses, 0 where there is no such tensor, ``node``
     what the two orientations of one gradient share. ``sums``: FP32 [6] in the order of `SUMS`
-    (norms of the error and of the tensor, counts, the largest magnitude), None if not sampled;
+    (norms of the error and of the tensor, counts, the largest magnitude) once `measure` was here;
     ``rows`` and ``columns`` those of the quantized tensor, ``sampled`` the number of elements that
     the sums are over.
     """
@@ -47,22 +72,27 @@ class Quantization:
     operand: int = 0
     transposed: bool = False
     node: Any = None
+    kept: Kept | None = None
     sums: Tensor | None = None
     sampled: int = 0
     names: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
 class Rows:
     """Which rows are looked at: about ``n`` at even distances, the first one ``turn`` further."""
 
-    n: int
-    turn: int = 0
+    def __init__(self, n: int, turn: int = 0) -> None:
+        self.n, self.turn = n, turn
+        self._known: dict[tuple, Tensor] = {}
 
-    def of(self, rows: int) -> slice:
-        """A slice of ``rows`` rows."""
-        step = max(rows // self.n, 1)
-        return slice(self.turn % step, min(rows, self.turn % step + step * self.n), step)
+    def of(self, rows: int, device: torch.device) -> Tensor:
+        """Numbers of rows out of ``rows``, int64."""
+        if (rows, device) not in self._known:
+            step = max(rows // self.n, 1)
+            first = self.turn % step
+            last = min(rows, first + step * self.n)
+            self._known[rows, device] = torch.arange(first, last, step, device=device)
+        return self._known[rows, device]
 
 
 def address(t: Tensor | None) -> int:
@@ -72,7 +102,7 @@ def address(t: Tensor | None) -> int:
 
 @torch.no_grad()
 def quantizations(name: str, args: tuple, out: Any, rows: Rows | None) -> list[Quantization]:
-    """What the primitive ``name`` quantized; figures for ``rows``, if any. [] for the others."""
+    """What the primitive ``name`` quantized, with copies of ``rows``, if any. [] for the others."""
     reader = _READERS.get(name)
     return reader(args, out, rows) if reader is not None else []
 
@@ -81,53 +111,49 @@ def quantizations(name: str, args: tuple, out: Any, rows: Rows | None) -> list[Q
 
 
 def _quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
-    x, fmt, _, transpose = args
-    matrix = x.t() if transpose else x
-    made = _forward(matrix.shape, fmt, out, rows, lambda at: matrix[at])
+    x, fmt, form, transpose = args
+    shape = (x.shape[1], x.shape[0]) if transpose else x.shape
+    made = _forward(shape, fmt, form, out, rows, lambda at: _select(x, at, transpose))
     made.source, made.transposed = address(x), transpose
     return [made]
 
 
 def _act_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
-    *term, act, fmt, _ = args
-    forward = ACTIVATIONS[act].forward
-    return [
-        _forward(
-            term[0].shape, fmt, out, rows, lambda at: evaluate(forward, _affine(_cut(term, at)))
-        )
-    ]
+    *term, act, fmt, form = args
+
+    def hidden(at: Tensor) -> Tensor:
+        return evaluate(ACTIVATIONS[act].forward, _affine(_cut(term, at)))
+
+    return [_forward(term[0].shape, fmt, form, out, rows, hidden)]
 
 
 def _glu_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
-    gate, up, (act, fmt, _) = args[:4], args[4:8], args[8:]
+    gate, up, (act, fmt, form) = args[:4], args[4:8], args[8:]
 
-    def hidden(at: slice) -> Tensor:
+    def hidden(at: Tensor) -> Tensor:
         return evaluate(ACTIVATIONS[act].forward, _affine(_cut(gate, at))) * _affine(_cut(up, at))
 
-    return [_forward(gate[0].shape, fmt, out, rows, hidden)]
+    return [_forward(gate[0].shape, fmt, form, out, rows, hidden)]
 
 
 def _forward(
-    shape: Any, text: str, out: tuple, rows: Rows | None, take: Callable[[slice], Tensor]
-) -> Quantization:
+    shape: Any, text: str, form: str, out: tuple, rows: Rows | None,
+    take: Callable[[Tensor], Tensor],
+) -> Quantization:  # fmt: skip
     """Of codes, scales, factor and operand; ``take`` gives rows of what was quantized."""
     codes, scales, factor, operand = out
-    fmt = TensorFormat.parse(text)
     m, n = shape
     made = Quantization("forward", text, m, n, 0, address(codes), address(operand))
     if rows is None or 0 in shape:
         return made
-    at = rows.of(m)
-    some = scales[at]
-    decoded = reference.values(codes[at], some, fmt)
-    if fmt.format == "nvfp4":
-        outer = factor[at][:, None] if fmt.factor == "row" else factor
-        decoded, limit = decoded * outer, decode(some, E4M3) * outer
+    at = rows.of(m, codes.device)
+    made.kept = kept = Kept(take(at), at, form, factor, scales=scales.index_select(0, at))
+    if form == "none":
+        kept.codes = codes.index_select(0, at)
     else:
-        limit = e8m0_decode(some)
-    limit = torch.where(some == 0, torch.inf, limit * BEYOND[fmt.format])
-    bad = _bad_rows(fmt, factor, lambda: scales == 255, m)
-    _fill(made, _prepared(take(at), fmt, decoded.shape[1]), decoded, limit, bad)
+        kept.operand = operand.index_select(0, at)
+    if TensorFormat.parse(text).factor is None:
+        kept.bad = (scales == 255).any(1).sum()
     return made
 
 
@@ -137,8 +163,8 @@ def _forward(
 def _quantize_grad(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
     g, fold, *rest = args[:9]
 
-    def take(i: slice, j: slice) -> Tensor:
-        return g[i, j]
+    def take(at: Tensor, columns: bool) -> Tensor:
+        return g.index_select(int(columns), at)
 
     return _gradient(g.shape, take, fold, tuple(rest), out, rows, address(g))
 
@@ -146,8 +172,9 @@ def _quantize_grad(args: tuple, out: tuple, rows: Rows | None) -> list[Quantizat
 def _act_grad_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
     g, z, act, fold, rest = (*args[:3], None), args[3:7], args[7], args[8], args[9:16]
 
-    def take(i: slice, j: slice) -> Tensor:
-        return evaluate(ACTIVATIONS[act].backward, *(_affine(_cut(t, i, j)) for t in (g, z)))
+    def take(at: Tensor, columns: bool) -> Tensor:
+        parts = (_affine(_cut(t, at, columns)) for t in (g, z))
+        return evaluate(ACTIVATIONS[act].backward, *parts)
 
     return _gradient(z[0].shape, take, fold, rest, out, rows)
 
@@ -158,12 +185,13 @@ def _glu_grad_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quant
     sums, seed = args[22:24], args[24:26]
     row = ACTIVATIONS[act]
 
-    def of_gate(i: slice, j: slice) -> Tensor:
-        dh, a, b = (_affine(_cut(t, i, j)) for t in (g, gate, up))
+    def of_gate(at: Tensor, columns: bool) -> Tensor:
+        dh, a, b = (_affine(_cut(t, at, columns)) for t in (g, gate, up))
         return evaluate(row.backward, dh * b, a)
 
-    def of_up(i: slice, j: slice) -> Tensor:
-        return _affine(_cut(g, i, j)) * evaluate(row.forward, _affine(_cut(gate, i, j)))
+    def of_up(at: Tensor, columns: bool) -> Tensor:
+        dh, a = (_affine(_cut(t, at, columns)) for t in (g, gate))
+        return dh * evaluate(row.forward, a)
 
     found = []
     for k, take in enumerate((of_gate, of_up)):
@@ -173,55 +201,51 @@ def _glu_grad_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quant
 
 
 def _gradient(
-    shape: Any, take: Callable[[slice, slice], Tensor], fold: Tensor | None, rest: tuple,
+    shape: Any, take: Callable[[Tensor, bool], Tensor], fold: Tensor | None, rest: tuple,
     out: tuple, rows: Rows | None, source: int = 0,
 ) -> list[Quantization]:  # fmt: skip
-    """Both orientations of a gradient [M, N]; ``take`` gives rows and columns of it."""
+    """Both orientations of a gradient [M, N]; ``take`` gives rows or columns of it."""
     dgrad, wgrad, form_d, form_w, _, seed, stream = rest
     m, n = shape
-    every = slice(None)
 
-    def transposed(at: slice) -> Tensor:
-        part = take(every, at).float()
-        return (part if fold is None else part * fold[:, None]).t()
+    def folded(at: Tensor) -> Tensor:
+        part = take(at, True).t()
+        return part if fold is None else part * fold
 
     node = (source, address(seed), stream)
     sides = (
-        ("dgrad", dgrad, form_d, (m, n), lambda at: take(at, every), out[:2]),
-        ("wgrad", wgrad, form_w, (n, m), transposed, out[2:4]),
+        ("dgrad", dgrad, form_d, (m, n), lambda at: take(at, False), out[:2]),
+        ("wgrad", wgrad, form_w, (n, m), folded, out[2:4]),
     )
     found = []
     for side, text, form, size, rows_of, (operand, factor) in sides:
-        if text:
-            made = Quantization(side, text, size[0], size[1], 0, 0, address(operand), node=node)
-            if rows is not None and 0 not in size:
-                _sample_operand(made, operand, factor, form, rows.of(size[0]), rows_of)
-            found.append(made)
+        if not text:
+            continue
+        made = Quantization(side, text, size[0], size[1], 0, 0, address(operand), node=node)
+        if rows is not None and 0 not in size:
+            at = rows.of(size[0], operand.device)
+            made.kept = Kept(rows_of(at), at, form, factor, operand.index_select(0, at))
+            fmt = TensorFormat.parse(text)
+            if fmt.factor is None:
+                made.kept.bad = operand[:, :: BLOCK[fmt.format]].isnan().any(1).sum()
+        found.append(made)
     return found
 
 
-def _sample_operand(
-    made: Quantization, operand: Tensor, factor: Tensor, form: str, at: slice,
-    take: Callable[[slice], Tensor],
-) -> None:  # fmt: skip
-    fmt = TensorFormat.parse(made.format)
-    values = operand.view(torch.float8_e4m3fn) if form == "e4m3" else operand
-    decoded = values[at].float()
-    if factor.numel():
-        decoded = decoded * (factor[at][:, None] if factor.numel() == made.rows else factor)
-    bad = _bad_rows(fmt, factor, lambda: values[:, :: BLOCK[fmt.format]].isnan(), made.rows)
-    _fill(made, _prepared(take(at), fmt, decoded.shape[1]), decoded, None, bad)
+def _select(x: Tensor, at: Tensor, columns: bool) -> Tensor:
+    return x.index_select(1, at).t() if columns else x.index_select(0, at)
 
 
-# Figures ------------------------------------------------------------------------------------------
-
-
-def _cut(term: Any, rows: slice, columns: slice = slice(None)) -> tuple:
-    """The affine term of some rows and columns."""
+def _cut(term: Any, at: Tensor, columns: bool = False) -> tuple:
+    """The affine term of some rows, or of some columns."""
     acc, row, col, bias = term
-    row = row[rows] if row is not None and row.numel() == acc.shape[0] else row
-    col = col[columns] if col is not None and col.numel() == acc.shape[1] else col
-    return acc[rows, columns], row, col, bias[columns] if bias is not None else None
+    m, n = acc.shape
+    if columns:
+        col = col[at] if col is not None and col.numel() == n else col
+        bias = bias[at] if bias is not None else None
+    elif row is not None and row.numel() == m:
+        row = row[at]
+    return acc.index_select(int(columns), at), row, col, bias
 
 
 def _affine(term: tuple) -> Tensor:
@@ -230,36 +254,77 @@ def _affine(term: tuple) -> Tensor:
     return affine(*term)
 
 
-def _prepared(x: Tensor, fmt: TensorFormat, columns: int) -> Tensor:
-    """FP32 x as its codes mean it: padded and rotated."""
-    x = pad(x.detach().float(), (0, columns - x.shape[1]))
-    return rotation.rotate(x, fmt.rotation) if fmt.rotation else x
+# Figures ------------------------------------------------------------------------------------------
 
 
-def _bad_rows(
-    fmt: TensorFormat, factor: Tensor, blocks: Callable[[], Tensor], rows: int
-) -> Tensor:
-    """How many of ``rows`` rows decode to NaN; ``blocks`` gives [rows, ...]: which blocks do."""
-    if fmt.factor is None:
-        return blocks().any(1).sum()
-    bad = factor.isnan().sum()
-    return bad if factor.numel() == rows else bad * rows
+@torch.no_grad()
+def measure(made: Iterable[Quantization]) -> None:
+    """Turn the copies into ``sums``."""
+    groups: dict[tuple, list[Quantization]] = {}
+    for each in dict.fromkeys(made):
+        if each.kept is not None:
+            key = (each.format, each.rows, each.columns, *each.kept.like())
+            groups.setdefault(key, []).append(each)
+    for group in groups.values():
+        together = [q.kept for q in group if q.kept is not None]
+        sums = _sums(TensorFormat.parse(group[0].format), group[0].rows, together)
+        for each, values in zip(group, sums.unbind()):
+            assert each.kept is not None
+            each.sums, each.sampled = values, each.kept.x.shape[0] * each.columns
+            each.kept = None
 
 
-def _fill(
-    made: Quantization, x: Tensor, decoded: Tensor, limit: Tensor | None, bad: Tensor
-) -> None:
-    """The sums over rows x and what they were decoded to; ``limit`` [rows, blocks]."""
+def _sums(fmt: TensorFormat, rows: int, kept: list[Kept]) -> Tensor:
+    """FP32 [copies, 6] of copies that are alike."""
+    first, n = kept[0], len(kept)
+    factors = torch.stack([k.factor for k in kept])
+    outer = None
+    if factors.numel():
+        some = factors[:, first.at] if factors.shape[1] == rows else factors
+        outer = some.expand(n, len(first.at)).reshape(-1, 1)
+    scales = _joined([k.scales for k in kept])
+    decoded = _decoded(fmt, kept, scales, outer)
+    x = _joined([k.x for k in kept]).float()
+    x = pad(x, (0, decoded.shape[1] - x.shape[1]))
+    x = rotation.rotate(x, fmt.rotation) if fmt.rotation else x
     finite = decoded.isfinite()
-    x, decoded = torch.where(finite, x, 0), torch.where(finite, decoded, 0)
-    beyond = bad.new_zeros(())
-    if limit is not None:
-        beyond = (x.abs().unflatten(1, (limit.shape[1], -1)) > limit[..., None]).sum()
-    zeros = ((decoded == 0) & (x != 0)).sum()
+    x, decoded = (torch.where(finite, t, 0).view(n, -1) for t in (x, decoded))
     norm = torch.linalg.vector_norm
-    parts = (norm(decoded - x), norm(x), zeros, beyond, norm(x, torch.inf), bad)
-    made.sums = torch.stack([p.float() for p in parts])
-    made.sampled = x.shape[0] * made.columns
+    zeros = x.count_nonzero(1) - decoded.count_nonzero(1)  # what is 0 stays 0
+    beyond = _beyond(fmt, x, scales, outer) if scales is not None else zeros
+    if first.bad is not None:
+        bad = torch.stack([k.bad for k in kept if k.bad is not None])
+    else:
+        bad = factors.isnan().sum(1) * (1 if factors.shape[1] == rows else rows)
+    parts = (norm(decoded - x, dim=1), norm(x, dim=1), zeros, beyond, norm(x, torch.inf, 1), bad)
+    return torch.stack([p.float() for p in parts], 1)
+
+
+def _joined(parts: list) -> Any:
+    """Rows of all copies, one after the other; None where they have none."""
+    return None if parts[0] is None else torch.cat(parts)
+
+
+def _decoded(fmt: TensorFormat, kept: list[Kept], scales: Any, outer: Tensor | None) -> Tensor:
+    """FP32 values of all rows."""
+    form = kept[0].form
+    if form == "none":
+        values = reference.values(_joined([k.codes for k in kept]), scales, fmt)
+        return values * outer if fmt.format == "nvfp4" and outer is not None else values
+    values = _joined([k.operand for k in kept])
+    values = (values.view(torch.float8_e4m3fn) if form == "e4m3" else values).float()
+    return values if outer is None else values * outer
+
+
+def _beyond(fmt: TensorFormat, x: Tensor, scales: Tensor, outer: Tensor | None) -> Tensor:
+    """How many values of each copy are beyond the last code; x [copies, rows x columns]."""
+    if fmt.format == "nvfp4":
+        assert outer is not None
+        size = scales.view(torch.float8_e4m3fn).float() * outer
+    else:
+        size = e8m0_decode(scales)
+    limit = torch.where(scales == 0, torch.inf, size * BEYOND[fmt.format])
+    return (x.abs().view(*limit.shape, -1) > limit[..., None]).view(len(x), -1).sum(1)
 
 
 _READERS = {

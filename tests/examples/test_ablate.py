@@ -35,7 +35,7 @@ arms:
   - {name: high precision}
   - {name: chance, group: g, perturb: 1.0e-3}
   - {name: low, group: g, recipe: fp8-exact}
-  - {name: late, group: late switch, recipe: fp8-exact, phases: [{from_step: 75%, fprop: original}]}
+  - {name: late, group: late switch of low, recipe: fp8-exact, phases: [{from_step: 75%, fprop: original}]}
 """)
     return path
 
@@ -69,10 +69,10 @@ def test_each_arm_of_nvidia_lacks_one_technique():
 def test_the_other_arms_are_what_they_are_called():
     assert scheme("nvfp4 in mxfp4's scheme") == scheme("mxfp4").replace("mxfp4", "nvfp4:tensor")
     assert scheme("nearest backward") == scheme("thinking-machines").replace(":sr", "")
-    late = "nvidia, forward original from 82%"
+    late = "forward original from 82%"
     assert scheme(late, step=819) == scheme("nvidia") and "fprop(original)" in scheme(late, step=820)
-    assert "dgrad(original) wgrad(original)" in scheme("nvidia, backward original from 82%", step=820)
-    assert scheme("nvidia, all original from 82%", step=820) == "original"
+    assert "dgrad(original) wgrad(original)" in scheme("backward original from 82%", step=820)
+    assert scheme("all original from 82%", step=820) == "original"
 
 
 def test_arms_share_weights_and_batches_and_differ_by_seed(made):

@@ -45,6 +45,12 @@ def watched(net, x=None, given=ALL, **keys):
     return monitor.as_dict()[0]
 
 
+def measured(name, args, out, rows=1000):
+    made = health.quantizations(name, args, out, health.Rows(rows))
+    health.measure(made)
+    return made
+
+
 # figures ------------------------------------------------------------------------------------------
 
 
@@ -58,7 +64,7 @@ def test_figures_are_those_of_the_whole_tensor(text, transpose):
     x[3, :16] *= 1e-4
     operand = "none" if transpose else "f32"
     out = torch.ops.fp4.quantize(x, text, operand, transpose)
-    (made,) = health.quantizations("quantize", (x, text, operand, transpose), out, health.Rows(1000))
+    (made,) = measured("quantize", (x, text, operand, transpose), out)
     m = x.t() if transpose else x
     decoded = reference.dequantize(*reference.quantize(m, fmt), fmt, m.shape[1])
     sums = dict(zip(health.SUMS, made.sums.tolist()))
@@ -76,7 +82,7 @@ def test_figures_of_gradients_in_both_orientations(text):
     fold = torch.rand(64) + 0.5
     args = (g, fold, text, text, "f32", "f32", False, seed, 0)
     out = torch.ops.fp4.quantize_grad(*args)
-    d, w = health.quantizations("quantize_grad", args, out, health.Rows(1000))
+    d, w = measured("quantize_grad", args, out)
     want = 0.15 if "fp4" in text else 0.038
     for made in (d, w):
         off, size, *_ = made.sums.tolist()
@@ -85,18 +91,19 @@ def test_figures_of_gradients_in_both_orientations(text):
     assert w.sums[1] == pytest.approx(float((g * fold[:, None]).norm()), rel=1e-5)
     g[7, 3] = math.nan
     out = torch.ops.fp4.quantize_grad(*args)
-    d, w = health.quantizations("quantize_grad", args, out, health.Rows(1000))
+    d, w = measured("quantize_grad", args, out)
     assert d.sums[5] == (64 if "nvfp4" in text else 1) and w.sums[5] >= 1
 
 
 def test_rows_are_a_sample_at_even_distances():
-    assert [len(range(100)[health.Rows(10, turn).of(100)]) for turn in (0, 7, 13)] == [10, 10, 10]
-    assert range(100)[health.Rows(10, 3).of(100)][:3] == range(3, 33, 10)
-    assert len(range(5)[health.Rows(10, 9).of(5)]) == 5
+    cpu = torch.device("cpu")
+    assert [len(health.Rows(10, turn).of(100, cpu)) for turn in (0, 7, 13)] == [10, 10, 10]
+    assert health.Rows(10, 3).of(100, cpu).tolist() == list(range(3, 100, 10))
+    assert len(health.Rows(10, 9).of(5, cpu)) == 5
     x = torch.ones(64, 32)
     x[1::2] = 0
     out = torch.ops.fp4.quantize(x, "mxfp8:32", "f32", False)
-    (made,) = health.quantizations("quantize", (x, "mxfp8:32", "f32", False), out, health.Rows(32))
+    (made,) = measured("quantize", (x, "mxfp8:32", "f32", False), out, 32)
     assert made.sums[1] == 32 and made.sampled == 32 * 32
 
 

@@ -135,6 +135,7 @@ def monitored(**options):
     weights = torch.randn(M, D, device="cuda")
     with fp4.monitor(model, every=2) as monitor:
         for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
             (call(x.requires_grad_()).float().nan_to_num() * weights).sum().backward()
             optimizer.zero_grad()  # not NaN into the weights
             optimizer.step()
