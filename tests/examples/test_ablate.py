@@ -17,12 +17,12 @@ from train_gpt import GPT  # noqa: E402
 
 import fp4compile as fp4  # noqa: E402
 
+ablate.CURVE_BATCHES, ablate.FINAL_BATCHES = 1, 2
 ARMS = Path(ablate.__file__).with_name("ablations.yaml")
-TINY = "--layers 4 --width 16 --context 16 --batch 2 --steps 12 --device cpu"
+TINY = "--layers 2 --width 16 --context 16 --batch 2 --steps 8 --device cpu"
 
 
 def run(out, arms, *rest):
-    torch._dynamo.reset()
     ablate.main([*TINY.split(), "--out", str(out), "--arms", str(arms), "--data", ablate.__file__, *rest])
     return [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
 
@@ -43,6 +43,7 @@ arms:
 @pytest.fixture(scope="module")
 def made(arms, tmp_path_factory):
     out = tmp_path_factory.mktemp("ablation")
+    torch._dynamo.reset()
     return out, run(out, arms, "--seeds", "2")
 
 
@@ -85,15 +86,15 @@ def test_arms_share_weights_and_batches_and_differ_by_seed(made):
         assert first["chance", seed] == pytest.approx(high, abs=1e-3) and first["chance", seed] != high
     assert first["high precision", 0] != pytest.approx(first["high precision", 1], abs=1e-4)
     quantized = {r["arm"]: len(r["quantized"]) for r in runs}
-    assert quantized == {"high precision": 0, "chance": 0, "low": 8, "late": 8}
+    assert quantized == {"high precision": 0, "chance": 0, "low": 4, "late": 4}
 
 
 def test_a_phase_changes_the_run_from_its_first_step_on(made):
     _, runs = made
     low, late = ([r for r in runs if r["arm"] == name and r["seed"] == 0][0] for name in ("low", "late"))
-    assert low["train_loss"][:9] == late["train_loss"][:9]
-    assert low["train_loss"][9] != late["train_loss"][9]
-    assert "9" in low["held_out"] and low["held_out"]["9"] == late["held_out"]["9"]
+    assert low["train_loss"][:6] == late["train_loss"][:6]
+    assert low["train_loss"][6] != late["train_loss"][6]
+    assert "6" in low["held_out"] and low["held_out"]["6"] == late["held_out"]["6"]
 
 
 def test_finished_runs_are_not_made_again_and_others_are_refused(made, arms):
@@ -102,7 +103,7 @@ def test_finished_runs_are_not_made_again_and_others_are_refused(made, arms):
     assert len(run(out, arms, "--seeds", "3", "--minutes", "0.00001")) == 8  # no time for another
     assert len(run(out, arms, "--seeds", "3", "--only", "low")) == 10
     with pytest.raises(SystemExit, match="holds runs of another configuration"):
-        run(out, arms, "--steps", "13")
+        run(out, arms, "--steps", "9")
 
 
 def test_table_figure_and_json(made, arms):
@@ -112,7 +113,7 @@ def test_table_figure_and_json(made, arms):
     by_name = {row["arm"]: row for row in results["rows"]}
     assert list(by_name) == ["chance", "low", "late"]
     runs = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
-    end = {(r["arm"], r["seed"]): r["held_out"]["12"] for r in runs}
+    end = {(r["arm"], r["seed"]): r["held_out"]["8"] for r in runs}
     low = by_name["low"]
     assert low["gaps"] == [end["low", s] - end["high precision", s] for s in (0, 1)]
     assert low["mean"] == pytest.approx(sum(low["gaps"]) / 2) and low["sd"] > 0

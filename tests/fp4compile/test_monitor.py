@@ -229,7 +229,8 @@ def test_the_graphs_of_aot_are_sampled_and_not_compiled_again(graphs):
 def test_checkpointing_and_graph_breaks(kind):
     net = kind(2)
     found = watched(net)
-    assert len(found) == 7 and all("wgrad.gradient" in operands for operands in found.values())
+    assert set(found) == {row.fqn for row in fp4.explain(net).rewritten} and len(found) >= 6
+    assert all("wgrad.gradient" in operands for operands in found.values())
 
 
 def test_gated_halves_are_two_parts():
