@@ -3,6 +3,7 @@
     python examples/ablate.py                                    # examples/ablations.yaml, 3 seeds
     python examples/ablate.py --arms my-arms.yaml --seeds 5 --steps 1000
     python examples/ablate.py --device cuda --jobs 6 --minutes 8 # call it again to go on
+    python examples/ablate.py --draw --out DIR                   # runs that another machine made
 
 Arms of one seed share their initial weights and every batch. A finished run is a line of
 OUT/runs.jsonl; runs that are there are not made again. OUT/ablation.png, OUT/table.txt and
@@ -338,6 +339,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--compiler", choices=("inductor", "aot_eager", "eager"))
     add("--jobs", type=int, default=1, help="processes that train at a time")
     add("--minutes", type=float, help="begin no run that would not end by then")
+    add("--draw", action="store_true", help="make no run: table and figure of what is in OUT")
     add("--out", type=Path, default=Path("runs/ablation"))
     args = parser.parse_args(argv)
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -346,9 +348,11 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def resume(args: argparse.Namespace, config: dict) -> list[Run]:
-    """The runs of OUT, which have to be of the same model and length."""
+    """The runs of OUT, which have to be of ``config``; with --draw, ``config`` becomes theirs."""
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "config.json"
+    if args.draw and path.exists():
+        config.update(json.loads(path.read_text()))
     if path.exists() and json.loads(path.read_text()) != config:
         raise text_data.DataError(f"{args.out} holds runs of another configuration; use --out")
     path.write_text(json.dumps(config, indent=1) + "\n")
@@ -365,23 +369,29 @@ def run(args: argparse.Namespace) -> list[dict]:
             raise text_data.DataError(f"{args.arms}: no arm is called {sorted(unknown)[0]!r}")
         arms = [arm for arm in arms if arm["name"] in (HIGH, *args.only)]
     size = {key: getattr(args, key) or value for key, value in SIZES[args.device].items()}
-    config = {**size, "device": args.device, "compiler": args.compiler, "data": args.data}
-    done = resume(args, {**config, "torch": torch.__version__})
-    make_runs(arms, args, size, done)
+    gpu = torch.cuda.get_device_name() if args.device == "cuda" and not args.draw else args.device
+    config = {**size, "device": gpu, "compiler": args.compiler, "data": args.data}
+    config["torch"] = torch.__version__
+    done = resume(args, config)
+    size = {key: config[key] for key in size}
+    if not args.draw:
+        make_runs(arms, args, size, done)
     done = [r for r in done if r["seed"] < args.seeds]
     results = rows(arms, done, size["steps"])
     shown = table(results, [r for r in done if r["arm"] == HIGH])
     console.print(shown)
     with open(args.out / "table.txt", "w") as file:
         Console(file=file, width=120).print(shown)
-    gpu = torch.cuda.get_device_name() if args.device == "cuda" else args.device
     about = (
         f"{size['layers']} blocks of width {size['width']}, {size['batch'] * size['context']:,}"
-        f" bytes a step, {gpu}, mean and range of {len({r['seed'] for r in done})} seeds"
+        f" bytes a step, {config['device']}; seeds: {len({r['seed'] for r in done})}, mean and range"
     )
-    draw(arms, done, about, args.out / "ablation.png")
+    try:
+        draw(arms, done, about, args.out / "ablation.png")
+    except ImportError as error:
+        console.print(f"no figure: {error}; --draw makes it where matplotlib is")
     seconds = {f"{r['arm']}, {r['seed']}": r["seconds"] for r in done}
-    summary = {"config": {**config, "gpu": gpu, "torch": torch.__version__}, "rows": results}
+    summary = {"config": config, "rows": results}
     (args.out / "results.json").write_text(json.dumps({**summary, "seconds": seconds}, indent=1))
     return results
 

@@ -94,7 +94,8 @@ def _reads(gemm: str, gemms: Mapping[str, Gemm | None]) -> bool:
     if gemms["fprop"] is None:
         return False
     try:
-        Scheme(**{"fprop": gemms["fprop"], gemm: gemms[gemm]})
+        dgrad, wgrad = (gemms[name] if name == gemm else None for name in ("dgrad", "wgrad"))
+        Scheme(gemms["fprop"], dgrad, wgrad)
     except FormatError:
         return False
     return True

@@ -109,7 +109,10 @@ def test_finished_runs_are_not_made_again_and_others_are_refused(made, arms):
 def test_table_figure_and_json(made, arms):
     out, _ = made
     run(out, arms, "--seeds", "2")
+    (out / "ablation.png").unlink()
+    ablate.main(["--draw", "--device", "cuda", "--out", str(out), "--arms", str(arms), "--seeds", "2"])
     results = json.loads((out / "results.json").read_text())
+    assert results["config"]["device"] == "cpu" and results["config"]["steps"] == 8
     by_name = {row["arm"]: row for row in results["rows"]}
     assert list(by_name) == ["chance", "low", "late"]
     runs = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
