@@ -382,9 +382,10 @@ def run(args: argparse.Namespace) -> list[dict]:
     console.print(shown)
     with open(args.out / "table.txt", "w") as file:
         Console(file=file, width=120).print(shown)
+    seeds = len({r["seed"] for r in done})
     about = (
         f"{size['layers']} blocks of width {size['width']}, {size['batch'] * size['context']:,}"
-        f" bytes a step, {config['device']}; seeds: {len({r['seed'] for r in done})}, mean and range"
+        f" bytes a step, {config['device']}; mean and range, seeds: {seeds}"
     )
     try:
         draw(arms, done, about, args.out / "ablation.png")
