@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .blocks import unwrap
+from .explaining import recorded
 from .kernels.errors import Fp4Error, InputError
 from .kernels.health import Quantization, Rows
 from .notices import warn
-from .report import reports
 from .sampling import MODEL, Key, Sample, stacked
 from .tables import paragraph, table, terminal_width
 
@@ -104,6 +104,8 @@ class Monitor:
             raise InputError("fp4.monitor: the model has no parameters")
         self.next_step = step
         self.unseen: list[str] = []
+        self._seen: set[str] | None = None
+        self._told: set[tuple[str, str]] = set()
         self._automatic = automatic
         self._kept: deque[list[Reading]] = deque(maxlen=KEPT)
         self._pending: deque[tuple[int, list[Copied]]] = deque()
@@ -185,18 +187,26 @@ class Monitor:
 
     def _notice(self, sample: Sample, seen: set[str]) -> None:
         """Layers that the policy quantizes and that were not seen: never without a word."""
-        report = reports.of(self.model)
+        if seen == self._seen and not sample.graphed:
+            return
+        self._seen = seen
+        report = recorded(self.model)
         wanted = dict.fromkeys(row.fqn or MODEL for row in report.rewritten) if report else {}
         halves = {name.partition("[")[0] for name in seen}
         self.unseen = [name for name in wanted if name not in seen | halves]
-        if not self.unseen and (seen or not sample.calls):
+        if not self.unseen and (report is not None or seen):
             return
         if sample.graphed or sample.captured:
             why = "CUDA graphs replay kernels without the code that samples; compile without them"
+        elif report is None:
+            why = 'no graph of this model was compiled with backend="fp4"'
         else:
             why = "no compiled graph of this model ran them with gradients in this step"
         what = f"{len(self.unseen)} of {len(wanted)} quantized layers" if wanted else "the layers"
-        warn(f"fp4.monitor: {what} were not sampled in step {self.next_step}: {why}", once=False)
+        if (what, why) not in self._told:
+            self._told.add((what, why))
+            text = f"fp4.monitor: {what} were not sampled in step {self.next_step}: {why}"
+            warn(text, once=False)
 
     # results --------------------------------------------------------------------------------------
 

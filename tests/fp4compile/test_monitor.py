@@ -353,9 +353,13 @@ def test_training_has_the_same_bits():
 def test_layers_that_are_not_seen_are_named():
     net = Net(1)
     call = compiled(net, ALL)
-    with precision_warnings() as texts, fp4.monitor(net, automatic=False) as monitor:
+    with precision_warnings() as texts, fp4.monitor(net, every=1, automatic=False) as monitor:
         monitor.step()
-    assert not texts  # nothing is compiled yet, nothing was to be seen
+        monitor.step()
+    assert texts == [
+        "fp4.monitor: the layers were not sampled in step 0: no graph of this model was compiled"
+        ' with backend="fp4"'
+    ]
     train(net, call)
     with precision_warnings() as texts, fp4.monitor(net, automatic=False) as monitor:
         with torch.no_grad():
@@ -363,6 +367,22 @@ def test_layers_that_are_not_seen_are_named():
         monitor.step()
     assert monitor.unseen == ["blocks.0.attn", "blocks.0.mlp.up", "blocks.0.mlp.down", "head"]
     assert len(texts) == 1 and "4 of 4 quantized layers were not sampled in step 0" in texts[0]
+
+
+def test_layers_of_blocks_that_were_compiled_alone_and_phases_without_any():
+    net = Net(2)
+    given = {**ALL, "phases": [{"from_step": 1, "all": "original"}]}
+    fp4.apply(net, given, step=0)
+    for block in net.blocks:
+        block.compile(backend="fp4", options={"compiler": "eager"})
+    with precision_warnings() as texts, fp4.monitor(net, every=1) as monitor:
+        train(net, lambda x: net.blocks[0](x))  # block 1 is not compiled yet
+        train(net, net.blocks[1])
+        train(net, lambda x: net.blocks[1](net.blocks[0](x)))
+        fp4.apply(net, given, step=1)
+        train(net, lambda x: net.blocks[1](net.blocks[0](x)))
+    assert len(texts) == 1 and "3 of 6 quantized layers were not sampled in step 1" in texts[0]
+    assert monitor.unseen == [] and list(monitor.as_dict()) == [0, 1, 2]
 
 
 def test_cuda_graphs_are_refused_with_a_warning(monkeypatch):
