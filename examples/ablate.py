@@ -293,7 +293,7 @@ def draw(arms: list[dict], runs: list[Run], about: str, path: Path) -> None:
         mine = [arm for arm in mine if arm["name"] in there]
         panel(axes, mine, runs)
         axes.set_title(group, **NOTE)
-    fig.suptitle(f"Training loss above high precision; {about}", fontsize=11)
+    fig.suptitle(f"Training loss above high precision\n{about}", fontsize=9)
     fig.savefig(path, dpi=130)
     plt.close(fig)
 
