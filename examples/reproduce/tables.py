@@ -279,6 +279,22 @@ def switched() -> str:
     return table(heads, lines)
 
 
+def ablation(file: str) -> Callable[[], str]:
+    """Gaps of held-out loss to high precision, nats x 1000, by arm."""
+
+    def build() -> str:
+        rows = [
+            [
+                r["arm"], f"{1000 * r['mean']:.1f}", ", ".join(f"{1000 * g:.1f}" for g in r["gaps"]),
+                ", ".join(f"{1000 * g:.1f}" for g in r["before"]),
+            ]
+            for r in load(file)["rows"]
+        ]  # fmt: skip
+        return table(("arm", "mean gap", "by seed", "before the switch"), rows)
+
+    return build
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme-mlp": readme_mlp,
     "mlp": times(
@@ -305,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "peers": peers,
     "switched": switched,
+    "late-switch": ablation("cpu-late-switch"),
 }  # fmt: skip
 
 
