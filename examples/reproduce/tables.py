@@ -283,13 +283,13 @@ def ablation(file: str) -> Callable[[], str]:
     """Gaps of held-out loss to high precision, nats x 1000, by arm."""
 
     def build() -> str:
+        def nats(gaps: list[float]) -> str:
+            return ", ".join(f"{1000 * gap:.1f}" for gap in gaps)
+
         rows = [
-            [
-                r["arm"], f"{1000 * r['mean']:.1f}", ", ".join(f"{1000 * g:.1f}" for g in r["gaps"]),
-                ", ".join(f"{1000 * g:.1f}" for g in r["before"]),
-            ]
-            for r in load(file)["rows"]
-        ]  # fmt: skip
+            [row["arm"], nats([row["mean"]]), nats(row["gaps"]), nats(row["before"])]
+            for row in load(file)["rows"]
+        ]
         return table(("arm", "mean gap", "by seed", "before the switch"), rows)
 
     return build
