@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PrecisionWarning,
     )
     from .kernels.quantized import QuantizedTensor, quantize
+    from .monitoring import Monitor, monitor
     from .policy import Policy
     from .ready import weights_changed
     from .report import Report
@@ -35,6 +36,8 @@ _HOME = {
     "bisect": ".bisecting",
     "calibrate": ".calibrating",
     "explain": ".explaining",
+    "monitor": ".monitoring",
+    "Monitor": ".monitoring",
     "Policy": ".policy",
     "Report": ".report",
     "ops_to_save": ".checkpointing",
@@ -54,6 +57,7 @@ __all__ = [
     "FormatError",
     "Fp4Error",
     "InputError",
+    "Monitor",
     "Policy",
     "PolicyError",
     "PrecisionError",
@@ -64,6 +68,7 @@ __all__ = [
     "bisect",
     "calibrate",
     "explain",
+    "monitor",
     "ops_to_save",
     "quantize",
     "weights_changed",

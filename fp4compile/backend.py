@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from . import dynamo, policy_files, predicting, ready, reuse, watching
+from . import dynamo, policy_files, predicting, ready, reuse, sampling, watching
 from .choice import Choice
 from .describing import Described, describe, machine_of
 from .kernels.errors import Fp4Error, PolicyError, PrecisionError
@@ -74,6 +74,8 @@ def _compile(gm: GraphModule, example_inputs: list, options: dict, mode: str | N
         compiled = ready.follow(gm, example_inputs, choice.models, lower)
     else:
         compiled = lower(gm, example_inputs)
+    graphed = compiler == "inductor" and runs_as_cuda_graph(example_inputs, options)
+    compiled = sampling.follow(compiled, graphed)
     compiled = reuse.follow(choice, described, compiled)
     if isinstance(policy, (str, os.PathLike)) and os.path.isfile(policy):
         compiled = policy_files.follow(resolved, compiled)
@@ -97,6 +99,14 @@ def inductor_options(options: dict[str, Any], mode: str | None) -> dict[str, Any
             near = hint(key, [*OPTIONS, *_inductor_keys()])
             raise PolicyError(f"options: {key!r} is none of Inductor's nor of fp4's{near}")
     return {**(modes[mode] if mode else {}), **options}
+
+
+def runs_as_cuda_graph(example_inputs: list, options: dict[str, Any]) -> bool:
+    """Whether Inductor replays what it makes of a graph as a CUDA graph, where it can."""
+    from torch._inductor import config
+
+    asked = options.get("triton.cudagraphs", config.triton.cudagraphs)
+    return bool(asked) and any(isinstance(t, torch.Tensor) and t.is_cuda for t in example_inputs)
 
 
 @cache

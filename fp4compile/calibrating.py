@@ -179,8 +179,9 @@ def calibrate(
     sums = {m: Figures(n, m.get_parameter("weight").numel(), s) for m, (n, s) in chosen.items()}
     hooks = [m.register_forward_hook(_measure(f)) for m, f in sums.items()]
     try:
-        for batch in _track(batches, progress):
-            _backward(model, batch, loss)
+        with watching.unwatched():  # in high precision on purpose
+            for batch in _track(batches, progress):
+                _backward(model, batch, loss)
     finally:
         for hook in hooks:
             hook.remove()

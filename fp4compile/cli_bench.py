@@ -89,6 +89,15 @@ def compile_(out: Out = None, width: int = 768, layers: int = 12) -> None:
 
 @app.command()
 @one_line_errors
+def monitor(out: Out = None) -> None:
+    """What `fp4.monitor` adds to a GPT's step: between samples, in one, and on average."""
+    from .bench.training import run_monitor
+
+    show(run_monitor(), out)
+
+
+@app.command()
+@one_line_errors
 def decode(out: Out = None, width: int = 2048, layers: int = 12) -> None:
     """A GPT one token at a time: KV cache, CUDA graphs, BF16, weights quantized once."""
     from .bench.decoding import run

@@ -102,6 +102,11 @@ def _parts(model: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in model.named_modules() if reports.of(m) is not None}
 
 
+def recorded(model: nn.Module) -> Report | None:
+    """The report of the graphs that have run, by the stamps of now; None where none has."""
+    return _recorded(model) if _parts(model) else None
+
+
 def _recorded(model: nn.Module) -> Report:
     """The report of the graphs that have run."""
     parts = _parts(model)

@@ -41,10 +41,11 @@ GEMMS = (
     ("MXFP8 row × MXFP8 row", "mxfp8:row", "mxfp8:row", False),
     ("MXFP8 × MXFP8", "mxfp8:32", "mxfp8:32", False),
     ("MXFP4 × MXFP4", "mxfp4", "mxfp4", False),
+    ("FP8 1×128 × 128×128", "fp8:128", "fp8:tile", False),
 )
 WORDS = {
-    "fp4": "native", "mxfp8": "native", "fp8": "exact on FP8", "bf16": "exact on BF16",
-    "reference": "reference",
+    "fp4": "native", "mxfp8": "native", "fp8_block": "native", "fp8": "exact on FP8",
+    "bf16": "exact on BF16", "reference": "reference",
 }  # fmt: skip
 
 HEAD = """\
@@ -54,7 +55,7 @@ What multiplies which formats where. Written by `python -m fp4compile.hardware`;
 page to the engine table (`kernels/engines.py`).
 
 - **native**: block-scaled tensor cores read codes and block scales (`kernels/block_scaled.py`),
-  through `torch.nn.functional.scaled_mm`.
+  through `torch.nn.functional.scaled_mm`; on Hopper cuBLAS's FP8 GEMM with block scales.
 - **exact on FP8, exact on BF16**: FP8 or BF16 tensor cores multiply code × block scale, which is a
   number of theirs, with the same result but for the order of sums.
 - **reference**: FP32 multiplication of the decoded values.

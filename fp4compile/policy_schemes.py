@@ -71,9 +71,10 @@ class Phase:
     def apply(self, scheme: Scheme, schemes: Mapping[str, Scheme]) -> Scheme:
         """``scheme`` in this phase; a layer in its original precision stays there.
 
-        Without the forward codes, a backward operand ``from: fprop`` becomes ``from: input``: the
-        high-precision tensor in the same format, along the axis that the backward GEMM reduces,
-        rounded to nearest because that happens in the forward pass.
+        Where the phase takes the forward codes away, or leaves such as a backward GEMM cannot read,
+        a backward operand ``from: fprop`` becomes ``from: input``: the high-precision tensor in the
+        same format, along the axis that the backward GEMM reduces, rounded to nearest because that
+        happens in the forward pass.
         """
         if scheme.original:
             return scheme
@@ -81,15 +82,27 @@ class Phase:
             return schemes[self.whole]
         origin = {gemm: schemes.get(self.gemms.get(gemm, ""), scheme) for gemm in GEMMS}
         gemms = {gemm: getattr(origin[gemm], gemm) for gemm in GEMMS}
-        if gemms["fprop"] is None:
-            for gemm in ("dgrad", "wgrad"):
+        for gemm in ("dgrad", "wgrad"):
+            if "fprop" in self.gemms and not _reads(gemm, gemms):
                 gemms[gemm] = _from_input(gemm, gemms[gemm], origin[gemm].fprop)
         kept = scheme.preactivation if any(gemms.values()) else None
         return Scheme(**gemms, preactivation=kept)
 
 
+def _reads(gemm: str, gemms: Mapping[str, Gemm | None]) -> bool:
+    """Whether a backward GEMM can read the codes of this forward pass."""
+    if gemms["fprop"] is None:
+        return False
+    try:
+        dgrad, wgrad = (gemms[name] if name == gemm else None for name in ("dgrad", "wgrad"))
+        Scheme(gemms["fprop"], dgrad, wgrad)
+    except FormatError:
+        return False
+    return True
+
+
 def _from_input(gemm: str, operands: Gemm | None, fprop: Gemm | None) -> Gemm | None:
-    """A backward GEMM's operands without saved forward codes; nothing is left to fold."""
+    """A backward GEMM's operands without the forward codes; nothing is left to fold."""
     if operands is None or operands[1].source != "fprop":
         return operands
     gradient, other = operands

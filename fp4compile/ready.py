@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from .kernels import observing
 from .kernels.errors import PolicyError
 from .kernels.formats import Scheme
 from .kernels.layer import Layer
@@ -74,14 +75,22 @@ def follow(
     compiled = compile_graph(gm, [*example_inputs, *extra])
 
     def call(*args: Any) -> Any:
-        ready = [t for each in prepared for t in quantized(args[each.position], each)]
-        return compiled(*args, *ready)
+        ready = [quantized(args[each.position], each) for each in prepared]
+        for observer in observing.observers:
+            for each, tensors in zip(prepared, ready):
+                weight = _matrix(args[each.position], each)
+                observer("quantize", (weight, each.format, each.operand, False), tensors)
+        return compiled(*args, *(t for tensors in ready for t in tensors))
 
     return call
 
 
 def _operand(scheme: str, device: torch.device) -> tuple[str, str] | None:
     return Layer(Scheme.parse(scheme), torch.float32, device).weight_operand()
+
+
+def _matrix(weight: Tensor, each: Prepared) -> Tensor:
+    return weight.detach().t() if each.transposed else weight.detach()
 
 
 def quantized(weight: Tensor, each: Prepared) -> list[Tensor]:
@@ -93,8 +102,7 @@ def quantized(weight: Tensor, each: Prepared) -> list[Tensor]:
     if entry.stamp == stamp and version is not None:
         return entry.tensors
     with torch.no_grad():
-        matrix = weight.detach().t() if each.transposed else weight.detach()
-        new = torch.ops.fp4.quantize(matrix, each.format, each.operand, False)
+        new = torch.ops.fp4.quantize(_matrix(weight, each), each.format, each.operand, False)
         same = [t.shape == n.shape and t.device == n.device for t, n in zip(entry.tensors, new)]
         if entry.tensors and all(same):
             for tensor, result in zip(entry.tensors, new):

@@ -110,8 +110,8 @@ def matmul(
     multiply the sums inside the call, or two Nones. ``out`` [m, n] is used where it fits.
     """
     m, n = sizes
-    a, scale_a = _parts(a, scales[0], m, form)
-    b, scale_b = _parts(b, scales[1], n, form)
+    a, scale_a = parts(a, scales[0], m, form)
+    b, scale_b = parts(b, scales[1], n, form)
     width = max(a.shape[1], b.shape[1])
     width += -width % ROW_BYTES
     if 0 in (m, n, width):
@@ -126,7 +126,7 @@ def matmul(
     return result[:, :n] if missing else result
 
 
-def _parts(operand: Tensor, scale: Tensor | None, rows: int, form: str) -> tuple[Tensor, Tensor]:
+def parts(operand: Tensor, scale: Tensor | None, rows: int, form: str) -> tuple[Tensor, Tensor]:
     """Rows and their swizzled scales ([0]: all 1), wherever these are."""
     if scale is not None and scale.numel():
         return operand, scale

@@ -16,6 +16,7 @@ from torch import Tensor
 from . import block_scaled, engines
 from .activations import ACTIVATIONS, evaluate
 from .formats import BITS, BLOCK, TensorFormat
+from .observing import observed
 from .reference import padded
 
 LIBRARY = torch.library.Library("fp4", "DEF")
@@ -35,7 +36,7 @@ def primitive(schema: str, fake: Callable) -> Callable:
 
     def register(function: Callable) -> Callable:
         LIBRARY.define(schema)
-        LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, observed(name, function), "CompositeExplicitAutograd")
         torch.library.register_fake(f"fp4::{name}", fake, lib=LIBRARY)
         NAMES.append(name)
         return function
@@ -472,7 +473,7 @@ def scaled_mm_out(
     return engines.matmul(a, b, engine, out.dtype, out, *beside)
 
 
-LIBRARY.impl("scaled_mm.out", scaled_mm_out, "CompositeExplicitAutograd")
+LIBRARY.impl("scaled_mm.out", observed("scaled_mm", scaled_mm_out), "CompositeExplicitAutograd")
 
 # The same with the tensors first, as Inductor writes an extern kernel's arguments.
 _TENSORS = "Tensor a, Tensor b, Tensor scale_a, Tensor scale_b"
@@ -496,5 +497,6 @@ def scaled_mm_outer_out(a, b, scale_a, scale_b, outer_a, outer_b, engine, m, n, 
     return scaled_mm_out(a, b, engine, m, n, scale_a, scale_b, outer_a, outer_b, out=out)
 
 
-LIBRARY.impl("scaled_mm.scales_out", scaled_mm_scales_out, "CompositeExplicitAutograd")
-LIBRARY.impl("scaled_mm.outer_out", scaled_mm_outer_out, "CompositeExplicitAutograd")
+for _name, _function in (("scales_out", scaled_mm_scales_out), ("outer_out", scaled_mm_outer_out)):
+    _call = observed("scaled_mm", _function)
+    LIBRARY.impl(f"scaled_mm.{_name}", _call, "CompositeExplicitAutograd")

@@ -279,6 +279,22 @@ def switched() -> str:
     return table(heads, lines)
 
 
+def ablation(file: str) -> Callable[[], str]:
+    """Gaps of held-out loss to high precision, nats x 1000, by arm."""
+
+    def build() -> str:
+        def nats(gaps: list[float]) -> str:
+            return ", ".join(f"{1000 * gap:.1f}" for gap in gaps)
+
+        rows = [
+            [row["arm"], nats([row["mean"]]), nats(row["gaps"]), nats(row["before"])]
+            for row in load(file)["rows"]
+        ]
+        return table(("arm", "mean gap", "by seed", "before the switch"), rows)
+
+    return build
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme-mlp": readme_mlp,
     "mlp": times(
@@ -305,6 +321,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "peers": peers,
     "switched": switched,
+    "late-switch": ablation("cpu-late-switch"),
 }  # fmt: skip
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 from ..kernels.errors import InputError
+from ..monitoring import Monitor
 from .arms import Arm, gpt_arms, mlp_arms
 from .models import GPT, MLP
 from .timing import header, median_ms
@@ -102,6 +105,55 @@ def run_gpt(
         row = measure(partial(gpt_step, arms[name], width, layers, context, tokens))
         result["rows"].append({"width": width, "arm": name, **row})
     return with_ratios(result, "width")
+
+
+GPT_SIZES = (768, 12, 16384), (2048, 4, 32768)  # width, layers, tokens
+
+
+def run_monitor(sizes: tuple[tuple[int, int, int], ...] = GPT_SIZES) -> dict:
+    """What `fp4.monitor` costs a GPT's step (width, layers, tokens), fp8-exact, as a dict.
+
+    Every row: milliseconds of a step without a monitor, between samples, and in a sampled step,
+    medians of steps in turn; the shares of the step's time that a monitor adds between samples,
+    and by one sample in 50 steps.
+    """
+    result: dict = {"bench": "monitor", **header(), "rows": []}
+    for width, layers, tokens in sizes:
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch._dynamo.reset()
+        row = _monitored(width, layers, tokens)
+        result["rows"].append({"width": width, "layers": layers, "tokens": tokens, **row})
+    return result
+
+
+def _monitored(width: int, layers: int, tokens: int, steps: int = 12) -> dict:
+    models: list[nn.Module] = []
+
+    def keep(model: nn.Module) -> object:
+        models.append(model)
+        return gpt_arms()["fp8-exact"](model)
+
+    step = gpt_step(keep, width, layers, 1024, tokens)
+    every_of = {"off": 0, "between": 1000, "sampled": 1}
+    times: dict[str, list[float]] = {name: [] for name in every_of}
+    for turn in range(steps + 2):
+        for i in range(3):  # in another order each turn: a step pays for what the last one left
+            name = list(every_of)[(turn + i) % 3]
+            every = every_of[name]
+            monitor = Monitor(models[0], every, 64, None, None, 1, True) if every else None
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            step()
+            torch.cuda.synchronize()
+            if turn > 1:  # compiled, and the monitor's own memory is there
+                times[name].append(1e3 * (time.perf_counter() - began))
+            if monitor is not None:
+                monitor.stop()
+    found = {f"{name}_ms": round(statistics.median(all_ms), 3) for name, all_ms in times.items()}
+    off, between, sampled = found.values()
+    sample = (sampled - between) / 50 / off
+    return {**found, "between_added": round(between / off - 1, 4), "sample_added": round(sample, 4)}
 
 
 def with_ratios(result: dict, key: str) -> dict:

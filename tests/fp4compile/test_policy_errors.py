@@ -190,9 +190,11 @@ ERRORS: dict[str, tuple[str, int, str]] = {
     "phase's key": (PHASE + "{from_step: 5, fpop: original}", 3, "did you mean 'fprop'?"),
     "phase twice": (PHASE + "{from_step: 5, fprop: original, all: low}", 3, "stands alone"),
     "phase, illegal": (
-        PHASE + "{from_step: 5, fprop: mxfp8}",
-        3,
-        "scheme low: dgrad.weight: from: fprop needs",
+        V + "recipe: thinking-machines\nschemes:\n  mine: {fprop: {activation: {format: nvfp4},"
+        " weight: {format: nvfp4, block: tile}}, dgrad: {gradient: {format: mxfp8},"
+        " weight: {from: fprop}}, wgrad: original}\nphases:\n  - {from_step: 5, dgrad: mine}",
+        6,
+        "scheme mxfp8: dgrad.weight: from: fprop needs",
     ),
     # YAML itself
     "tab": (V + "layers:\n\t- {match: a, scheme: low}", 3, "a tab"),

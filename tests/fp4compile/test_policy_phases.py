@@ -42,6 +42,32 @@ def test_forward_original_quantizes_backward_operands_from_the_input(recipe: str
     assert low("fprop: original", recipe) == FORWARD_ORIGINAL[recipe]
 
 
+EIGHT_FORWARD = {  # what reads the codes as they were is quantized from the input
+    "fp8-exact": "fprop(mxfp8:row, mxfp8:row) dgrad(mxfp8:row:sr, input>nvfp4:tensor:fp8_exact:half) "
+    "wgrad(mxfp8:row:sr, input>nvfp4:tensor:fp8_exact:half)",
+    "thinking-machines": "fprop(mxfp8:32, mxfp8:32) dgrad(mxfp8:32:sr, fprop>mxfp8:32:sr) "
+    "wgrad(mxfp8:32:sr, fprop>mxfp8:32:sr)",
+    "nvidia": "fprop(mxfp8:32, mxfp8:32) dgrad(nvfp4:tensor:sr, input>nvfp4:tensor:tile) "
+    "wgrad(nvfp4:tensor:sr:had16, input>nvfp4:tensor:had16)",
+    "mxfp4": "fprop(mxfp8:32, mxfp8:32) dgrad(mxfp4:sr, input>mxfp4) wgrad(mxfp4:sr:had32, input>mxfp4:had32)",
+}
+
+
+@pytest.mark.parametrize("recipe", EIGHT_FORWARD)
+def test_forward_alone_in_another_format(recipe: str) -> None:
+    assert low("fprop: mxfp8", recipe) == EIGHT_FORWARD[recipe]
+
+
+@pytest.mark.parametrize("recipe", EIGHT_FORWARD)
+def test_backward_alone_and_both_in_another_format(recipe: str) -> None:
+    row = "row" if recipe == "fp8-exact" else "32"
+    eight = f"dgrad(mxfp8:{row}:sr, fprop>mxfp8:{row}:sr) wgrad(mxfp8:{row}:sr, fprop>mxfp8:{row}:sr)"
+    start = low("dgrad: original, wgrad: original", recipe).partition(" dgrad")[0]
+    assert low("dgrad: mxfp8, wgrad: mxfp8", recipe) == f"{start} {eight}"
+    both = low("fprop: mxfp8, dgrad: mxfp8, wgrad: mxfp8", recipe)
+    assert both == low("scheme: mxfp8", recipe) == f"fprop(mxfp8:{row}, mxfp8:{row}) {eight}"
+
+
 def test_backward_original() -> None:
     assert low("dgrad: original, wgrad: original") == (
         "fprop(nvfp4:row:fp8_exact:half, nvfp4:tensor:fp8_exact:half) dgrad(original) wgrad(original)"

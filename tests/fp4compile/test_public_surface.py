@@ -28,7 +28,14 @@ SIGNATURES = {
         "(model: 'nn.Module', args: 'Sequence | Tensor' = (), kwargs: 'Mapping[str, Any] | None' = None,"
         " policy: 'Policy | str | Path | Mapping | None' = None, machine: 'str | None' = None) -> 'Report'"
     ),
+    "Monitor.start": "(self) -> 'None'",
+    "Monitor.step": "(self) -> 'None'",
+    "Monitor.stop": "(self) -> 'None'",
 }
+MONITOR = ["model", "every", "rows", "csv", "tensorboard", "step", "automatic"]
+READING = [
+    "step", "layer", "operand", "format", "error", "zeros", "saturated", "nan_rows", "rows", "rms", "amax",
+]  # fmt: skip
 QUANTIZE = ["x", "format", "outer", "block", "block_scales", "scale_search", "rounding", "rotation", "seed", "stream"]
 ROW = [
     "fqn", "kind", "shape", "scheme", "scheme_name", "rule", "engine", "saved_bytes",
@@ -38,9 +45,9 @@ ROW = [
 
 def test_names():
     names = {
-        "EngineError", "FormatError", "Fp4Error", "InputError", "Policy", "PolicyError",
+        "EngineError", "FormatError", "Fp4Error", "InputError", "Monitor", "Policy", "PolicyError",
         "PrecisionError", "PrecisionWarning", "QuantizedTensor", "Report", "apply", "bisect", "calibrate", "explain",
-        "ops_to_save", "quantize", "weights_changed",
+        "monitor", "ops_to_save", "quantize", "weights_changed",
     }  # fmt: skip
     assert set(fp4.__all__) == names <= set(dir(fp4))
     assert all(getattr(fp4, name).__doc__ for name in names)
@@ -75,6 +82,14 @@ def test_rows_and_reports():
     assert COLUMNS == ("layer", "shape", "scheme", "chain", "engine", "kept", "ms", "status", "why")
     attributes = {"rows", "policy", "rewritten", "saved_bytes", "original_bytes", "graphs"}
     assert all(hasattr(fp4.Report(), name) for name in attributes)
+
+
+def test_monitor():
+    from fp4compile.monitoring import Reading
+
+    assert list(inspect.signature(fp4.monitor).parameters) == MONITOR
+    assert [f.name for f in dataclasses.fields(Reading)] == READING
+    assert all(hasattr(fp4.Monitor, name) for name in ("readings", "as_dict", "__enter__", "__exit__"))
 
 
 def test_errors():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -142,3 +144,43 @@ def test_epilogues_are_fused():
     assert code.count("torch.ops.fp4.scaled_mm.out(") == 6
     assert code.count("torch.ops.fp4.act_grad_.default(") == 1
     assert "in_out_ptr0" in code
+
+
+def monitored(**options):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Mlp().to("cuda", torch.bfloat16)
+    options = {"policy": policy("fp8-exact"), **options}
+    call = torch.compile(model, backend="fp4", options=options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x = torch.randn(M, D, device="cuda", dtype=torch.bfloat16)
+    x[7, 3] = torch.nan
+    weights = torch.randn(M, D, device="cuda")
+    with fp4.monitor(model, every=2) as monitor:
+        for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            (call(x.requires_grad_()).float().nan_to_num() * weights).sum().backward()
+            optimizer.zero_grad()  # not NaN into the weights
+            optimizer.step()
+    return monitor
+
+
+def test_a_monitor_names_layers_of_inductors_code():
+    found = monitored().as_dict()
+    assert list(found) == [0, 2, 4]
+    for layers in found.values():
+        assert set(layers) == {"up", "down"}
+        assert all({"fprop.activation", "fprop.weight", "dgrad.gradient", "wgrad.gradient"} == set(o) for o in layers.values())
+        assert layers["up"]["fprop.activation"]["nan_rows"] == 1
+        assert layers["down"]["fprop.activation"]["nan_rows"] == 1  # the fused one
+        assert layers["up"]["fprop.weight"]["nan_rows"] == 0
+        down = layers["down"]
+        assert 0.03 < down["dgrad.gradient"]["error"] < 0.045 and down["dgrad.gradient"]["nan_rows"] == 0
+        assert 0.08 < down["fprop.activation"]["error"] < down["fprop.weight"]["error"] < 0.12
+        # the token's outer scale is folded into its gradient, which every channel of WGRAD reads
+        assert down["wgrad.gradient"]["nan_rows"] == D and math.isnan(down["wgrad.gradient"]["error"])
+
+
+def test_a_monitor_warns_of_cuda_graphs():
+    with pytest.warns(fp4.PrecisionWarning, match="2 of 2 quantized layers were not sampled.*CUDA graphs"):
+        assert monitored(**{"triton.cudagraphs": True}).readings == []

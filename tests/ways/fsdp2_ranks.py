@@ -85,12 +85,20 @@ def case(build, whole=False):
         with precision_warnings() as texts:
             fp4.apply(net, POLICY)
             call = build(net)
-            out, grads = run(net, call, rank)
+            with fp4.monitor(net, csv=folder / "health.csv") as monitor:
+                out, grads = run(net, call, rank)
         ran = schemes(net)
+        weights = {clean_name(n).removesuffix(".weight"): w for n, w in alone.named_parameters()}
+        read = {
+            layer: (operands["fprop.weight"]["rms"], weights[layer].detach().square().mean().sqrt().item())
+            for layer, operands in monitor.as_dict().get(0, {}).items()
+            if "wgrad.gradient" in operands
+        }
         outs, mean = expected(alone, whole)
         return {
             "schemes": ran, "warnings": texts, "forward": torch.equal(out, outs[rank]),
             "gradients": {n: torch.equal(g, mean[n]) for n, g in grads.items()},
+            "read": read, "unseen": monitor.unseen, "files": sorted(p.name for p in folder.glob("*.csv")),
         }  # fmt: skip
 
     return step

@@ -32,6 +32,16 @@ def test_gradients_are_the_mean_of_the_ranks(ranks, way):
         assert all(gradients.values()), [n for n, same in gradients.items() if not same]
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_monitor_finds_the_layers_of_gathered_weights(ranks, way):
+    """By the weights' sizes, which differ from block to block; each rank writes a file of its own."""
+    for found in ranks:
+        read = found[way]["read"]
+        assert set(read) == {n for n, scheme in found[way]["schemes"].items() if scheme in ("low", "mxfp8")}
+        assert all(rms == pytest.approx(wanted, rel=1e-5) for rms, wanted in read.values())
+        assert found[way]["unseen"] == [] and found[way]["files"] == ["health.rank0.csv", "health.rank1.csv"]
+
+
 def test_a_distributed_checkpoint_gives_the_same_next_steps(ranks):
     for found in ranks:
         assert found["checkpoint"]["same"] and found["checkpoint"]["noise matters"]
