@@ -249,8 +249,8 @@ def _of_gradient(
         width = codes.shape[1] * block_scaled.ELEMENTS[form]
         scales = layout.unswizzle(flat, rows, width // BLOCK[fmt.format])
         values = reference.values(codes.index_select(0, at), scales.index_select(0, at), fmt)
-        bad = None if fmt.factor else (scales == 255).any(1).sum()
-        return Kept(x, at, "f32", factor, values, bad=bad)
+        spoilt = None if fmt.factor else (scales == 255).any(1).sum()
+        return Kept(x, at, "f32", factor, values, bad=spoilt)
     form = "e4m3" if form in block_scaled.FORMS else form
     kept = Kept(x, at, form, factor, operand.index_select(0, at))
     if fmt.factor is None:

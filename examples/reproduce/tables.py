@@ -295,6 +295,22 @@ def ablation(file: str) -> Callable[[], str]:
     return build
 
 
+def article_times() -> str:
+    """Times of `fp4compile verify` beside the article's on a B200."""
+
+    def rate(row: dict) -> str:
+        if "tflops" in row:
+            return f"{row['tflops']} TFLOP/s"
+        return f"{row['gb_s']} GB/s" if "gb_s" in row else ""
+
+    rows = [
+        [r["what"], f"{r['ms']:.2f}", rate(r), f"{r['article_ms']:g}" if "article_ms" in r else ""]
+        for r in load("h200-verify-timings")["timings"]
+        if r["table"] in ("gemms", "quantize")
+    ]
+    return table(("32,768 × 8192 → 32,768; 32,768²", "ms, H200", "rate", "ms, article's B200"), rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme-mlp": readme_mlp,
     "mlp": times(
@@ -321,6 +337,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "training": training,
     "peers": peers,
     "switched": switched,
+    "article-times": article_times,
     "late-switch": ablation("cpu-late-switch"),
 }  # fmt: skip
 
