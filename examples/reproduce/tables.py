@@ -308,7 +308,8 @@ def article_times() -> str:
         for r in load("h200-verify-timings")["timings"]
         if r["table"] in ("gemms", "quantize")
     ]
-    return table(("32,768 × 8192 → 32,768; 32,768²", "ms, H200", "rate", "ms, article's B200"), rows)
+    heads = ("32,768 × 8192 → 32,768; 32,768²", "ms, H200", "rate", "ms, article's B200")
+    return table(heads, rows)
 
 
 TABLES: dict[str, Callable[[], str]] = {
