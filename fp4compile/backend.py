@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.fx import Graph, GraphModule
 
-from . import dynamo, policy_files, predicting, ready, reuse, sampling, watching
+from . import dynamo, giving_up, policy_files, predicting, ready, reuse, sampling, watching
 from .choice import Choice
 from .describing import Described, describe, machine_of
 from .kernels.errors import Fp4Error, PolicyError, PrecisionError
@@ -30,10 +30,14 @@ from .report import reports
 from .words import hint, shown, unknown
 
 OPTIONS = ("policy", "compiler", "cache_weights")
+PRODUCTS = {"linear", "addmm", "matmul", "mm"}
 COMPILERS = ("inductor", "aot_eager", "eager")
 # A chain's hidden gradient, factors and derivative included, counts more operations and reads than
 # Inductor puts into one kernel by default (30 and 8): it would be kept in FP32 on the way.
 ONE_KERNEL = {"realize_opcount_threshold": 64, "realize_acc_reads_threshold": 20}
+
+
+giving_up.install()
 
 
 def fp4(
@@ -151,6 +155,8 @@ def rewrite_frame(
     choice.finish()
     _say_kept(choice)
     _report(choice, described)
+    if not described:
+        _say_no_module(choice, gm)
     for root in choice.places.roots:
         dynamo.make_room(choice.places.frame, root)
     return choice, described
@@ -184,9 +190,36 @@ def _report(choice: Choice, described: list[Described]) -> None:
     nothing = choice.complete and not told
     for warning in choice.own_warnings if nothing else choice.warnings:
         warn(warning)
+    refused = [each for each in described if each.row.refused and not each.stamp.strict]
+    if refused and not nothing:
+        warn(_refused_message(choice.label, refused))
     if nothing and found:
         found[0].noticed = True
         warn(f"fp4: {found[0].nothing()}", once=False)
+
+
+def _say_no_module(choice: Choice, gm: GraphModule) -> None:
+    """One line about a compiled function whose products read no parameter of a module."""
+    from .passes.nodes import op
+
+    entry, frame = dynamo.entry(), choice.places.frame
+    if entry is None or frame is None or choice.models or isinstance(entry.model, nn.Module):
+        return
+    if any(op(node) in PRODUCTS for node in gm.graph.nodes):
+        warn(
+            f"policy {choice.label}: nothing was rewritten in {frame.code.co_name!r}: it multiplies"
+            " by no parameter of a module"
+        )
+
+
+def _refused_message(label: str, refused: list[Described]) -> str:
+    """One line about layers that the policy asks to quantize and that were not."""
+    first, more = refused[0], len(refused) - 1
+    others = f" and {more} more" if more else ""
+    return (
+        f"policy {label}: {first.title!r}{others} stay in their original precision, although the"
+        f" policy names them: {first.row.reason}; see fp4.explain"
+    )
 
 
 def compile_graph(

@@ -67,6 +67,17 @@ def other_matrices(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
                 yield module, parameter, parameter_name(clean_name(fqn), parameter)
 
 
+def other_names(model: nn.Module) -> list[str]:
+    """Names that a rule may have of parameters that are no linear's weight, batches included."""
+    batches = (
+        parameter_name(clean_name(fqn), parameter)
+        for fqn, module in model.named_modules()
+        for parameter, tensor in module._parameters.items()
+        if tensor is not None and tensor.ndim > 2
+    )
+    return [*(name for _, _, name in other_matrices(model)), *batches]
+
+
 @dataclass(frozen=True)
 class Blocks:
     """The repeated container of a model: its name and its elements' keys, in order."""

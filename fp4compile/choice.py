@@ -66,6 +66,11 @@ def resolve(
     return known[key], resolution.warnings if resolution is not None and fresh else []
 
 
+def was_asked(model: nn.Module) -> bool:
+    """Whether a graph of ``model``, or of a part of it, was captured."""
+    return any(module in _resolved for module in model.modules())
+
+
 def chain_members(gm: GraphModule) -> set[str]:
     """The weights of the layers that are in chains, by their sources' names."""
     if gm not in _members:

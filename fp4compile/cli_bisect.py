@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from .cli_errors import one_line_errors
+from .kernels.errors import InputError
 
 
 @one_line_errors
@@ -27,5 +28,9 @@ def bisect(
     from .bisecting import bisect as run
     from .cli_policy import call_pair
 
-    result = run(*call_pair(model, "loss"), policy=policy)
+    net, loss = call_pair(model, "loss")
+    if not callable(loss):
+        kind = type(loss).__name__
+        raise InputError(f"{model}: the loss is a {kind}; return (module, a function of it)")
+    result = run(net, loss, policy=policy)
     typer.echo(json.dumps(result.as_dict(), indent=1) if as_json else str(result))

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from .cli_errors import one_line_errors
+from .kernels.errors import InputError
 
 
 @one_line_errors
@@ -23,6 +24,7 @@ def calibrate(
     recipe: Annotated[str, typer.Option(help="the recipe to measure")] = "fp8-exact",
     budget: Annotated[str, typer.Option(help="share of parameters in more precision")] = "15%",
     higher: Annotated[str, typer.Option(help="a scheme of the recipe, or original")] = "mxfp8",
+    force: Annotated[bool, typer.Option("--force", help="replace an existing file")] = False,
     figure: Annotated[Path | None, typer.Option(help="a heat map as PNG")] = None,
     figures: Annotated[Path | None, typer.Option(help="the figures as JSON")] = None,
 ) -> None:
@@ -30,6 +32,8 @@ def calibrate(
     from .calibrating import calibrate as run
     from .cli_policy import call_pair
 
+    if out.exists() and not force:
+        raise InputError(f"{out}: exists already (--out FILE, or --force replaces it)")
     pair = call_pair(model, "batches")
     result = run(*pair, recipe=recipe, budget=budget, higher=higher, progress=True)
     typer.echo(str(result))

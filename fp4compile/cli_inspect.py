@@ -40,7 +40,7 @@ def explain(
         str,
         typer.Argument(
             help="module:factory, a function that returns (model, args): a module and a tuple of"
-            " example inputs"
+            " example inputs, or a dict by name"
         ),
     ],
     policy: Annotated[
@@ -62,6 +62,7 @@ def explain(
     net, args = made if pair else (made, ())
     if not isinstance(net, nn.Module):
         raise Fp4Error(f"{model}: returned {type(net).__name__}; return (module, args)")
-    args = args if isinstance(args, (tuple, list)) else (args,)
-    report = run(net, args, policy=policy or None, machine=machine)
+    kwargs = args if isinstance(args, dict) else {}
+    args = args if isinstance(args, (tuple, list)) else (() if kwargs else (args,))
+    report = run(net, args, kwargs, policy=policy or None, machine=machine)
     typer.echo(json.dumps(report.as_dicts(), indent=1) if as_json else str(report))

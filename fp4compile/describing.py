@@ -133,7 +133,9 @@ def _all_bytes(
     for i in sorted(range(len(rows)), key=lambda i: rows[i].status == "rewritten"):
         asked, row = choice.asked[i], rows[i]
         found[i] = _bytes(asked.site, row, asked.decision.scheme, seen)
-        if row.chain is not None and row is not last[row.chain]:
+        site = asked.site
+        flows = value(site.x).requires_grad or value(site.weight).requires_grad
+        if row.chain is not None and row is not last[row.chain] and flows:
             saved, original = _hidden_bytes(asked.site, asked.decision.scheme)
             kept = 0 if asked.site.weight in results else original
             found[i] = found[i][0] + saved, found[i][1] + kept
@@ -146,11 +148,13 @@ def _bytes(site: Site, row: rewrite.Row, scheme: Scheme, seen: set[tuple]) -> tu
     same = row.status != "rewritten"
     form = () if same or not scheme.wgrad else (scheme.fprop and scheme.fprop[0], scheme.wgrad[1])
     now, before = (site.x, "now", *form), (site.x, "before")
-    original = m * k * dtype.itemsize
-    saved = original if same else activation_bytes(scheme, m, k, dtype)
+    weighs, flows = value(site.weight).requires_grad, value(site.x).requires_grad
+    original = m * k * dtype.itemsize * weighs  # WGRAD alone reads x, DGRAD the weight
+    saved = original if same else activation_bytes(scheme, m, k, dtype) * weighs
     saved, original = saved * (now not in seen), original * (before not in seen)
-    seen.update((now, before))
-    return saved if same else saved + weight_bytes(scheme, site.out_features, k), original
+    if weighs:
+        seen.update((now, before))
+    return saved if same else saved + weight_bytes(scheme, site.out_features, k) * flows, original
 
 
 def _hidden_bytes(site: Site, scheme: Scheme) -> tuple[int, int]:

@@ -67,6 +67,51 @@ def before_split(gm: GraphModule) -> GraphModule | None:
     return None
 
 
+@dataclass(frozen=True)
+class Entry:
+    """A compiled call with backend fp4 that is running: its model (or None) and its options."""
+
+    model: Any
+    options: dict[str, Any]
+
+
+def entry() -> Entry | None:
+    """The innermost compiled call on the Python stack, if its backend is fp4."""
+    from torch._dynamo.eval_frame import innermost_backend
+
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code, names = frame.f_code, frame.f_locals
+        if code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            backend: Any = innermost_backend(names["callback"]) if names.get("callback") else None
+            if getattr(backend, "compiler_name", None) != "fp4":
+                return None
+            model = getattr(names.get("fn"), "__self__", None)
+            return Entry(model, dict(backend.kwargs.get("options") or {}))
+        frame = frame.f_back
+    return None
+
+
+def on_compile_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` whenever Dynamo has compiled or given up a frame, before the frame runs.
+
+    After `torch._dynamo.reset`, too, which forgets callbacks.
+    """
+    from torch._dynamo.callback import callback_handler as handler
+
+    def ended(_: Any) -> None:
+        callback()
+
+    clear = handler.clear
+
+    def clear_others() -> None:
+        clear()
+        handler.register_end_callback(ended)
+
+    handler.register_end_callback(ended)
+    handler.clear = clear_others  # type: ignore[method-assign]
+
+
 # Sources -----------------------------------------------------------------------------------------
 
 

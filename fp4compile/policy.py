@@ -19,7 +19,7 @@ from pathlib import Path
 import yaml
 from torch import nn
 
-from .blocks import Blocks, clean_name, find_blocks, linears, other_matrices
+from .blocks import Blocks, clean_name, find_blocks, linears, other_names
 from .kernels.errors import InputError, PolicyError
 from .kernels.formats import PREACTIVATION, Scheme
 from .passes import machines
@@ -130,7 +130,7 @@ class Policy:
 
         `PolicyError` for a rule of the user's with ``blocks:`` where the model has no blocks and,
         if the policy is strict, for a rule that holds for no layer. Other matrices that the model
-        may multiply by (`blocks.other_matrices`) are layers to a rule, but have no entry here.
+        may multiply by (`blocks.other_names`) are layers to a rule, but have no entry here.
         """
         result = Resolution()
         result.warnings += self.check_blocks(model)
@@ -140,7 +140,7 @@ class Policy:
             stamp = self._stamp(named, step)
             result.modules[module] = stamp
             result.update((name, stamp) for name, _ in named)
-        others = [name for _, _, name in other_matrices(model)]
+        others = other_names(model)
         matrices = [_named([name], blocks) for name in others]
         result.warnings += self._unused([*layers.values(), *matrices], [*result, *others])
         return result
@@ -153,6 +153,9 @@ class Policy:
         rules = [rule for rule in self.rules if rule.span]
         if not rules or find_blocks(model):
             return []
+        rest = [rule for rule in self.rules if rule.match == "*" and rule.selectors == 'match "*"']
+        if rest and rules[0].own and self.rules.index(rest[0]) < self.rules.index(rules[0]):
+            return []  # no layer reaches the recipe's rule
         missing = f"no repeated blocks in {type(model).__name__}; {BLOCK_ADVICE} first"
         for rule in rules:
             if not rule.own:

@@ -191,8 +191,8 @@ def _alarm(known: Watch | None) -> None:
     rule = known.stamp.decision(bool(known.in_chain)).rule
     message = (
         f"layer {known.name!r} ran outside every compiled graph, in its original precision,"
-        f" although rule {rule!r} names it: Dynamo skipped its frame or hit its recompile limit;"
-        " see fp4.explain"
+        f" although rule {rule!r} names it: Dynamo skipped its frame or hit its recompile limit, or"
+        " the model was called without its compiled call; see fp4.explain"
     )
     if known.stamp.strict:
         raise PrecisionError(message)

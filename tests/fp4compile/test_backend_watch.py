@@ -650,3 +650,74 @@ def test_block_alone():
     with precision_warnings() as texts:
         compiled(block)(X)
     assert not alarms(texts)
+
+
+# Models of which Dynamo captures nothing, and functions without a module -------------------------
+
+
+class Loop(nn.Module):
+    """A Python loop that Dynamo gives up: it skips the frame and never asks a backend."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+            if x.abs().max().item() > 1e4:
+                x = x / 2
+        return x
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.LSTM(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
+
+
+@pytest.mark.parametrize("kind", [Loop, Recurrent])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_layers_of_skipped_frames_are_rewritten_alone(kind, in_place):
+    net, x = kind(), torch.randn(4, 2, 64)
+    want = net(x)
+    options = {"compiler": "eager", "policy": policy(default="low", strict=True)}
+    call = net if in_place else torch.compile(net, backend="fp4", options=options)
+    if in_place:
+        net.compile(backend="fp4", options=options)
+    assert not torch.equal(call(x), want)
+    assert {row.status for row in fp4.explain(net)} == {"rewritten"}
+
+
+def test_layers_under_vmap_of_a_model_without_a_graph_are_an_error_when_strict():
+    class Mapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 64))
+
+        def forward(self, x):
+            return torch.vmap(self.inner)(x)
+
+    net = Mapped()
+    with pytest.raises(fp4.PrecisionError, match="'inner.1'"):
+        compiled(net, policy(default="low", strict=True))(torch.randn(4, 2, 64))
+
+
+def test_a_function_over_plain_tensors_and_layers_that_stay_are_said():
+    w = torch.randn(64, 32, requires_grad=True)
+
+    def product(x):
+        return x @ w
+
+    with precision_warnings() as texts:
+        torch.compile(product, backend="fp4", options={"compiler": "eager"})(torch.randn(4, 64))
+    assert [t for t in texts if "nothing was rewritten in 'product'" in t]
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64).double())
+    net[1].forward = lambda x: F.linear(x.double(), net[1].weight).float()
+    with precision_warnings() as texts:
+        compiled(net, policy(default="low"))(torch.randn(4, 64))
+    stay = [t for t in texts if "stay" in t]
+    assert len(stay) == 1 and "float64" in stay[0]

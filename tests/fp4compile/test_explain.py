@@ -217,6 +217,31 @@ def test_original_bytes_are_what_plain_compile_keeps(act, gated, dtype):
     assert report.original_bytes == kib * 1024
 
 
+def test_frozen_layers_keep_nothing():
+    """Bytes kept are those of the tensors that autograd holds, parameters apart."""
+
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+        def forward(self, x):
+            return x + self.down(F.gelu(self.up(x)))
+
+    x = batch(256, 64)
+    bytes_kept = []
+    for trained in ({0, 1, 2}, {2}, {0}, set()):
+        model = nn.Sequential(*(Residual() for _ in range(3)))
+        for i, block in enumerate(model):
+            block.requires_grad_(i in trained)
+        report = fp4.explain(model, x, policy=policy(default="low"))
+        bytes_kept.append(report.saved_bytes)
+        first = {row.fqn: row.saved_bytes for row in report}
+        frozen_before = [i for i in range(3) if i not in trained and not any(j < i for j in trained)]
+        assert all(first[f"{i}.{n}"] == 0 for i in frozen_before for n in ("up", "down"))
+    assert bytes_kept[0] > bytes_kept[2] > bytes_kept[1] > bytes_kept[3] == 0
+
+
 def test_an_input_that_two_layers_share_counts_once():
     class Three(nn.Module):
         def __init__(self):

@@ -27,6 +27,7 @@ def test_the_page_is_what_choose_does(monkeypatch, gpu) -> None:
     """On each GPU, with native engines that work and with some that do not."""
     device = torch.device("cpu" if gpu.capability is None else "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: gpu.capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     for native in (True, False):
         monkeypatch.setattr(block_scaled, "probe", lambda *a, n=native: "" if n else REFUSED)

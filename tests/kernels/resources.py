@@ -29,6 +29,10 @@ def build(file: str, defines: cuda_loader.Defines, arch: str) -> bytes:
     return cuda_loader.build(file, defines, arch)
 
 
+class OldTool(Exception):
+    """A tool that does not know the architecture yet (Triton 3.6's, sm_103a and sm_121a)."""
+
+
 @cache
 def tool(name: str) -> str | None:
     """A tool of the CUDA toolkit: on the path, or as Triton ships it."""
@@ -48,7 +52,10 @@ def inspect(name: str, *arguments: str, cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         call = [str(tool(name)), *arguments, file.name]
-        done = subprocess.run(call, capture_output=True, text=True, check=True)
+        done = subprocess.run(call, capture_output=True, text=True)
+        if done.returncode and "arch" in done.stderr.lower():
+            raise OldTool(f"{name}: {done.stderr.strip().splitlines()[0]}")
+        done.check_returncode()
         return done.stdout + done.stderr
 
 

@@ -163,7 +163,10 @@ def test_machine_code_converts_by_instruction(arch: str) -> None:
     for name, sample in (("nvfp4", SCALED_SAMPLE[0]), ("mxfp8", SCALED_SAMPLE[1])):
         file, defines = sample
         cubin = resources.build(file, tuple(defines.items()), arch)
-        code[name] = resources.inspect("nvdisasm", "-c", cubin=cubin)
+        try:
+            code[name] = resources.inspect("nvdisasm", "-c", cubin=cubin)
+        except resources.OldTool as old:
+            pytest.skip(str(old))
     native = arch in BLACKWELL
     assert (INSTRUCTIONS["e2m1"] in code["nvfp4"]) == native
     assert code["nvfp4"].count(INSTRUCTIONS["e2m1"]) >= 16 * native  # two blocks of 16, in pairs
