@@ -203,7 +203,9 @@ def _say_no_module(choice: Choice, gm: GraphModule) -> None:
     from .passes.nodes import op
 
     entry, frame = dynamo.entry(), choice.places.frame
-    if entry is None or frame is None or choice.models or isinstance(entry.model, nn.Module):
+    if entry is None or frame is None or entry.code is not frame.code:
+        return  # a part of something else
+    if choice.models or choice.places.breaks or isinstance(entry.model, nn.Module):
         return
     if any(op(node) in PRODUCTS for node in gm.graph.nodes):
         warn(

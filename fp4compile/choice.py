@@ -66,9 +66,12 @@ def resolve(
     return known[key], resolution.warnings if resolution is not None and fresh else []
 
 
-def was_asked(model: nn.Module) -> bool:
-    """Whether a graph of ``model``, or of a part of it, was captured."""
-    return any(module in _resolved for module in model.modules())
+_captured: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def was_captured(model: nn.Module) -> bool:
+    """Whether the backend got a graph of ``model``, the outermost module of a compiled call."""
+    return model in _captured
 
 
 def chain_members(gm: GraphModule) -> set[str]:
@@ -175,6 +178,7 @@ class Choice:
     def finish(self) -> None:
         """Watch the layers that the policy names: they must not run outside of compiled graphs."""
         for model in {asked.place.model for asked in self.asked if asked.place}:
+            _captured.add(model)
             watch_layers(model, _resolved.get(model, {}).get(stamping.digest(self.policy), {}))
         for asked in self.asked:
             if asked.place is not None and asked.place.attribute == stamping.STAMP:

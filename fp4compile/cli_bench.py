@@ -1,4 +1,4 @@
-"""``fp4compile bench kernels|mlp|gpt|compile|decode|predict``."""
+"""``fp4compile bench kernels|mlp|gpt|compile|decode|monitor|predict``."""
 
 from __future__ import annotations
 

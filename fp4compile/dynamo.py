@@ -69,9 +69,10 @@ def before_split(gm: GraphModule) -> GraphModule | None:
 
 @dataclass(frozen=True)
 class Entry:
-    """A compiled call with backend fp4 that is running: its model (or None) and its options."""
+    """A compiled call with backend fp4 that is running: its model (or None), code and options."""
 
     model: Any
+    code: CodeType | None
     options: dict[str, Any]
 
 
@@ -86,8 +87,9 @@ def entry() -> Entry | None:
             backend: Any = innermost_backend(names["callback"]) if names.get("callback") else None
             if getattr(backend, "compiler_name", None) != "fp4":
                 return None
-            model = getattr(names.get("fn"), "__self__", None)
-            return Entry(model, dict(backend.kwargs.get("options") or {}))
+            function = names.get("fn")
+            model, own = getattr(function, "__self__", None), getattr(function, "__code__", None)
+            return Entry(model, own, dict(backend.kwargs.get("options") or {}))
         frame = frame.f_back
     return None
 

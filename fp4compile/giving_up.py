@@ -12,7 +12,7 @@ from torch import nn
 
 from . import dynamo
 from .blocks import unwrap
-from .choice import was_asked, watch_layers
+from .choice import was_captured, watch_layers
 from .kernels.errors import Fp4Error
 
 _seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -30,10 +30,11 @@ def _ended() -> None:
     from .backend import as_policy
 
     model = unwrap(entry.model)
-    if model in _seen or was_asked(model):
+    if model in _seen or was_captured(model):
         return
-    _seen.add(model)
     try:
-        watch_layers(model, as_policy(entry.options.get("policy")).resolve(model).modules)
+        stamps = as_policy(entry.options.get("policy")).resolve(model).modules
     except Fp4Error:  # the backend says so when it is asked
         return
+    _seen.add(model)
+    watch_layers(model, stamps)

@@ -76,10 +76,9 @@ def follow(
 
     def call(*args: Any) -> Any:
         ready = [quantized(args[each.position], each) for each in prepared]
-        for observer in observing.observers:
-            for each, tensors in zip(prepared, ready):
-                weight = _matrix(args[each.position], each)
-                observer("quantize", (weight, each.format, each.operand, False), tensors)
+        for each, tensors in zip(prepared, ready) if observing.observers else ():
+            weight = _matrix(args[each.position], each)
+            observing.tell("quantize", (weight, each.format, each.operand, False), tensors)
         return compiled(*args, *(t for tensors in ready for t in tensors))
 
     return call

@@ -163,8 +163,8 @@ class Sample:
                     self._codes[made.codes] = made
             else:
                 made.node = self._node(made)
-            if made.operand:
-                self._operands[made.operand] = made
+            for memory in {made.operand, made.codes} - {0}:  # some engines read the codes
+                self._operands[memory] = made
 
     def _node(self, made: Quantization) -> list[str]:
         """The names, still to come, that both orientations of one gradient share.

@@ -133,7 +133,7 @@ def run_checks(
     """
     every = ((device, check) for device in found for check in all_checks(device))
     todo = [(check, str(d)) for d, check in every if only in f"{check.group} {check.name}"]
-    if only and not todo:
+    if only and found and not todo:
         raise InputError(f"no check has {only!r} in its group or name")
     cpus = os.cpu_count() or 1
     workers = min(WORKERS, cpus) if processes is None else processes

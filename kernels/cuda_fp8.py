@@ -90,7 +90,7 @@ def quantize(
         TERM=cuda._parts(x), UP=0 if up is None else cuda._parts(up), ALONG=2 if tile else 1,
     )  # fmt: skip
     nothing = scales.new_empty(0)
-    operand = nothing if form == "none" else codes
+    operand = nothing.clone() if form == "none" else codes  # results must not be one tensor
     return codes, scales if tile else scales.t(), nothing, operand
 
 

@@ -14,13 +14,18 @@ Observer = Callable[[str, tuple, Any], None]
 observers: list[Observer] = []
 
 
+def tell(name: str, args: tuple, result: Any) -> None:
+    """Tell all observers what the primitive ``name`` did."""
+    for observer in tuple(observers) if observers else ():
+        observer(name, args, result)
+
+
 def observed(name: str, function: Callable) -> Callable:
     """``function``, the primitive ``name``, which tells the observers that there are."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
-        for observer in tuple(observers) if observers else ():
-            observer(name, args, result)
+        tell(name, args, result)
         return result
 
     return call
