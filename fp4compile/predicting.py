@@ -1,7 +1,7 @@
 """Predicted times of the layers of a graph (`passes/cost.py`): for `explain`, and for `auto`.
 
-A chain's kernels are split among its layers: the
-activation belongs to the layer whose operand it makes, its derivative to the first.
+A chain's kernels are split among its layers: the activation belongs to the layer whose operand it
+makes, its derivative to the first.
 """
 
 from __future__ import annotations
@@ -129,7 +129,8 @@ def judge(times: Sequence[Times], machine: Machine) -> Verdict:
     """Quantize where it is predicted to be faster."""
     now, before = (sum(part) for part in zip(*times))
     gains = now < before
-    text = f"auto: {before / now:.2f} x on {machine.name} ({short(now)} against {short(before)} ms)"
+    ratio = f"{now / before:.2f} x its time on {machine.name}" if before else machine.name
+    text = f"auto: {ratio} ({short(now)} against {short(before)} ms)"
     return Verdict(gains, text if gains else f"{text}, kept")
 
 

@@ -48,7 +48,7 @@ def test_large_layers_are_quantized_and_small_ones_kept():
     assert [row.scheme_name for row in large] == ["low", "low", "low"]
     assert large["up"].chain == large["down"].chain is not None
     assert {row.scheme for row in small} == {"original"} and not any(r.refused for r in small)
-    assert "auto: 1." in large["up"].rule and "x on H200 (" in large["up"].rule
+    assert "auto: 0." in large["up"].rule and "x its time on H200 (" in large["up"].rule
     for row in small:
         assert "auto: 0." in row.reason and row.reason.endswith("kept")
 
