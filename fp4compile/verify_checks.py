@@ -17,7 +17,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from .kernels import autograd, engines, fallback, reference
+from .kernels import autograd, block_scaled, engines, fallback, reference
 from .kernels import ops as _ops  # noqa: F401 - defines torch.ops.fp4
 from .kernels.activations import ACTIVATIONS
 from .kernels.formats import Scheme, TensorFormat
@@ -260,7 +260,7 @@ def all_checks(device: torch.device) -> Iterator[Check]:
             name, missing = f"{fmt} to {form}{', transposed' * transpose}", kernel(device, fmt)
             run = partial(check_quantize, fmt, form, transpose, device)
             yield Check("quantize", name, run, missing)
-            if form != "none":
+            if form != "none" and form not in block_scaled.FORMS:
                 run = partial(check_decode, fmt, form, transpose, device)
                 yield Check("decode", name, run, missing)
     yield from _backward_checks(device)
@@ -278,6 +278,7 @@ def _backward_checks(device: torch.device) -> Iterator[Check]:
     """Gradients in every format, and as the recipes' schemes have them; requantized operands."""
     gradients: dict[tuple, None] = {}
     requantized: dict[tuple, None] = {}
+    decoded: dict[tuple, None] = {}
     for fmt in formats():
         if fmt.stochastic and fmt.outer != "row":
             form = engines.choose(fmt, fmt, device).operand
@@ -289,13 +290,20 @@ def _backward_checks(device: torch.device) -> Iterator[Check]:
         gradients[(*both, used, bool(scheme.wgrad and scheme.wgrad[0].fold))] = None
         for gemm, side in (("dgrad", 1), ("wgrad", 0)):
             operands = getattr(scheme, gemm)
-            if operands and operands[1].source == "fprop" and operands[1].format is not None:
+            if operands and operands[1].source == "fprop":
+                form = layer.engine(gemm).operand
                 source = scheme.fprop[side].format  # type: ignore[index]
-                requantized[source, operands[1].format, layer.engine(gemm).operand] = None
+                if operands[1].format is not None:
+                    requantized[source, operands[1].format, form] = None
+                elif form in block_scaled.FORMS:
+                    decoded[source, form] = None
     for d, w, used, fold in gradients:
         name = f"{d} and {w} to {used[0]}, {used[1]}{', folded' * fold}"
         run = partial(check_gradient, d, w, used, fold, device)
         yield Check("gradient", name, run, kernel(device, *(f for f in (d, w) if f)))
+    for fmt, form in decoded:
+        run = partial(check_decode, fmt, form, True, device)
+        yield Check("decode", f"{fmt} to {form}, transposed", run, kernel(device, fmt))
     for source, fmt, form in requantized:
         run = partial(check_requantize, source, fmt, form, device)
         yield Check(

@@ -226,3 +226,17 @@ def test_operands_are_the_saved_codes(stood_in) -> None:
     assert xq.operand.shape == (block_scaled.scale_bytes(37, 5),)
     rows, scales = block_scaled.beside(EXACT, "fp4", xq.codes, xq.operand)
     assert rows is xq.codes and torch.equal(scales, layout.swizzle(xq.scales))
+
+
+def test_verify_holds_on_these_engines(monkeypatch) -> None:
+    """Its checks of decoded operands and of GEMMs in the forms that these engines read."""
+    from fp4compile import verify_checks
+
+    stand_in.install(monkeypatch)
+    ran = set()
+    for check in verify_checks.all_checks(torch.device("cpu")):
+        mine = "fp8-exact low" in check.name or " to mx, transposed" in check.name
+        if mine and check.group in ("decode", "engine") and not check.missing:
+            check.run()
+            ran.add(check.group)
+    assert ran == {"decode", "engine"}
