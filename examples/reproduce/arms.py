@@ -12,8 +12,9 @@ import yaml
 from torch import Tensor, nn
 
 import fp4compile as fp4
+from fp4compile.bench import arms
 
-MLPS = [{"chain": "mlp", "scheme": "low"}]  # every MLP, as in the article; all else BF16
+MLPS = arms.MLP_ONLY  # as in the article; all else is BF16
 Build = Callable[[nn.Module], tuple[nn.Module, Any]]  # a model -> what is trained, what is called
 
 
@@ -53,18 +54,9 @@ def ours(name: str) -> Build:
 
 
 def torchao(recipe: str) -> Build:
-    """torchao's float8 training of the MLPs, compiled."""
-
-    def build(model: nn.Module) -> tuple[nn.Module, Any]:
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        model = convert_to_float8_training(
-            model, config=config, module_filter_fn=lambda module, name: ".mlp." in name
-        )
-        return model, torch.compile(model)
-
-    return build
+    """torchao's float8 training of the MLPs, which it converts in place."""
+    arm = arms.torchao(recipe, lambda name: ".mlp." in name)
+    return lambda model: (model, arm(model))
 
 
 # The recipe in ordinary PyTorch operations, quantized values kept in BF16: what one writes by hand.

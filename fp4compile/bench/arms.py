@@ -32,18 +32,17 @@ def fp4(recipe: str, layers: list[dict[str, str]]) -> Arm:
     return build
 
 
-def torchao(recipe: str) -> Arm:
-    """torchao's float8 training, compiled by Inductor."""
+def torchao(recipe: str, wanted: Callable[[str], bool] | None = None) -> Arm:
+    """torchao's float8 training, compiled by Inductor, of the layers whose name is ``wanted``."""
+    chosen = wanted or (lambda name: "mlp" in name or name in ("0", "2"))
 
     def build(model: nn.Module) -> Any:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
         config = Float8LinearConfig.from_recipe_name(recipe)
-
-        def wanted(module: nn.Module, name: str) -> bool:
-            return "mlp" in name or name in ("0", "2")
-
-        converted = convert_to_float8_training(model, config=config, module_filter_fn=wanted)
+        converted = convert_to_float8_training(
+            model, config=config, module_filter_fn=lambda module, name: chosen(name)
+        )
         return torch.compile(converted)
 
     return build
