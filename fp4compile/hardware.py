@@ -76,10 +76,7 @@ bits; where the library refuses or errs, the GEMM falls back to the engine in th
 def engine_of(gpu: Gpu, left: str, right: str, turned: bool, native: bool = True) -> str:
     """The engine's name for two formats on ``gpu``, if its native engines work (or not)."""
     formats = TensorFormat.parse(left), TensorFormat.parse(right)
-    form = block_scaled.form_for(*formats, turned)
-    if native and form and gpu.capability in block_scaled.CAPABILITIES:
-        return engines.BLOCK_SCALED[form].name
-    return engines.without_block_scales(*formats, gpu.capability).name
+    return engines.by_capability(*formats, gpu.capability, turned, native).name
 
 
 def state_of(gpu: Gpu, left: str, right: str, turned: bool, engine: str) -> str:

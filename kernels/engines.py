@@ -50,6 +50,7 @@ FP8_BLOCK = Engine("fp8_block", "e4m3", scales=True)
 FP4 = Engine("fp4", "fp4")
 MXFP8 = Engine("mxfp8", "mx")
 BLOCK_SCALED = {engine.operand: engine for engine in (FP4, MXFP8)}
+_FORMS = {engine.name: form for form, engine in BLOCK_SCALED.items()}
 # Backward GEMMs with a BF16 result: the tensor core's own accumulation, 1.3e-3 to 2.4e-3 off for
 # K = 4096 to 32768 (H200), the size of the result's rounding; never in the forward pass.
 FP8_FAST = "fp8_fast"
@@ -91,6 +92,16 @@ def without_block_scales(
         return FP8_BLOCK if capability == (9, 0) and left.format == right.format else REFERENCE
     both_exact = left.exact_in_fp8 and right.exact_in_fp8
     return FP8 if both_exact and capability >= (8, 9) else BF16
+
+
+def by_capability(
+    left: TensorFormat, right: TensorFormat, capability: tuple[int, int] | None,
+    turned: bool = False, native: bool = True,
+) -> Engine:  # fmt: skip
+    """`choose` for a GPU that is not at hand, whose block-scaled engines work if ``native``."""
+    known = native and capability in block_scaled.CAPABILITIES
+    form = block_scaled.form_for(left, right, turned) if known else ""
+    return BLOCK_SCALED[form] if form else without_block_scales(left, right, capability)
 
 
 def why_not(
@@ -159,21 +170,17 @@ def matmul(
     ``scale_b``: the block scales of engines that read them beside the operands (`SCALED`);
     ``sizes``: M and N, which `BLOCK_SCALED` engines need; ``outer``: see `block_scaled.matmul`.
     """
-    form = next((e.operand for e in BLOCK_SCALED.values() if e.name == engine), None)
-    if form is not None:
-        with torch._C._DisableAutocast():
-            scales = (scale_a, scale_b)
-            result = block_scaled.matmul(a, b, scales, outer, sizes, form, out_dtype, out)
-        return result.contiguous() if out is None or result is out else out.copy_(result)
-    if engine in SCALED:
-        with torch._C._DisableAutocast():
-            result = SCALED[engine](a, b, scale_a, scale_b, out_dtype, out)
-        return result.contiguous() if out is None or result is out else out.copy_(result)
-    assert scale_a is None and scale_b is None, f"engine {engine} reads no scales"
-    columns = max(a.shape[1], b.shape[1])
-    a, b = pad_columns(a, columns), pad_columns(b, columns)
     with torch._C._DisableAutocast():
-        result = _MATMUL[engine](a, b, out_dtype, out)
+        if engine in _FORMS:
+            scales, form = (scale_a, scale_b), _FORMS[engine]
+            result = block_scaled.matmul(a, b, scales, outer, sizes, form, out_dtype, out)
+        elif engine in SCALED:
+            result = SCALED[engine](a, b, scale_a, scale_b, out_dtype, out)
+        else:
+            assert scale_a is None and scale_b is None, f"engine {engine} reads no scales"
+            columns = max(a.shape[1], b.shape[1])
+            a, b = pad_columns(a, columns), pad_columns(b, columns)
+            result = _MATMUL[engine](a, b, out_dtype, out)
     return result.contiguous() if out is None or result is out else out.copy_(result)
 
 

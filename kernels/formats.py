@@ -332,6 +332,16 @@ class Scheme:
     def _rotation(op: Operand) -> int | None:
         return op.format.rotation if op.format else None
 
+    def format_of(self, name: str, side: int) -> TensorFormat:
+        """The format of an operand of GEMM ``name``; of the saved codes where it has none."""
+        operand: Operand = getattr(self, name)[side]
+        if operand.format is not None:
+            return operand.format
+        assert self.fprop is not None
+        saved = self.fprop[1 if name == "dgrad" else 0].format
+        assert saved is not None
+        return saved
+
     @property
     def original(self) -> bool:
         """True where nothing is quantized."""

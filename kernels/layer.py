@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import block_scaled, engines
-from .formats import BITS, GEMMS, Operand, Scheme, TensorFormat
+from .formats import BITS, GEMMS, Scheme, TensorFormat
 
 ops = torch.ops.fp4
 
@@ -102,8 +102,7 @@ class Layer:
         return engines.why_not(*self._formats(name), self.device, self._turned(name))
 
     def _formats(self, name: str) -> tuple[TensorFormat, TensorFormat]:
-        left, right = getattr(self.scheme, name)
-        return self._format(left, name), self._format(right, name)
+        return self.scheme.format_of(name, 0), self.scheme.format_of(name, 1)
 
     def _turned(self, name: str) -> bool:
         """True where GEMM ``name`` reads saved forward codes along their other axis."""
@@ -114,9 +113,8 @@ class Layer:
         """Why GEMMs on a GPU run in PyTorch's FP32, a line; "" where none does."""
         found = []
         for name in GEMMS:
-            if gemm := getattr(self.scheme, name):
-                left, right = (self._format(op, name) for op in gemm)
-                found.append(engines.why_reference(left, right, self.device))
+            if getattr(self.scheme, name):
+                found.append(engines.why_reference(*self._formats(name), self.device))
         return next((reason for reason in found if reason), "")
 
     @property
@@ -137,14 +135,6 @@ class Layer:
     def _backward_engine(self, name: str) -> str:
         engine = self.engine(name)
         return engines.FP8_FAST if engine is engines.FP8 else engine.name
-
-    def _format(self, op: Operand, name: str) -> TensorFormat:
-        if op.format is not None:
-            return op.format
-        assert self.scheme.fprop is not None
-        saved = self.scheme.fprop[1 if name == "dgrad" else 0].format
-        assert saved is not None
-        return saved
 
     def same_activation(self, other: Layer) -> bool:
         """True where both layers' forward GEMMs read one and the same operand of a common input."""
@@ -302,7 +292,7 @@ class Layer:
         engine = self.engine(name)
         form = engine.operand
         codes, scales, factor = saved
-        fmt = self._format(op, name)
+        fmt = self.scheme.format_of(name, 1)
         if op.source == "input":
             # quantized along the reduction axis already: codes are [K, reduced]
             if form in block_scaled.FORMS and block_scaled.in_place(fmt, form) != "values":

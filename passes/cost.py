@@ -18,7 +18,7 @@ from typing import Any
 
 import sympy
 from fp4compile.kernels.cuda_operands import supports
-from fp4compile.kernels.formats import GEMMS, PREACTIVATION, Operand, Scheme, TensorFormat
+from fp4compile.kernels.formats import GEMMS, PREACTIVATION, Scheme, TensorFormat
 
 from .machines import ENGINES, MACHINES, Machine, choose, rate_of, stored
 
@@ -118,13 +118,7 @@ class Costs:
 
     def format(self, name: str, side: int) -> TensorFormat:
         """The format of an operand; of the saved codes where it has none of its own."""
-        operand: Operand = getattr(self.scheme, name)[side]
-        if operand.format is not None:
-            return operand.format
-        assert self.scheme.fprop is not None
-        saved = self.scheme.fprop[1 if name == "dgrad" else 0].format
-        assert saved is not None
-        return saved
+        return self.scheme.format_of(name, side)
 
     def engine(self, name: str) -> str:
         """The engine of a GEMM; "original" where it is not quantized."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fp4compile.kernels import block_scaled, engines
+from fp4compile.kernels import engines
 from fp4compile.kernels.errors import InputError
 from fp4compile.kernels.formats import BITS, BLOCK, TensorFormat
 
@@ -147,11 +147,7 @@ ENGINES: dict[str, Engine] = {
 
 def choose(left: TensorFormat, right: TensorFormat, machine: Machine, turned: bool = False) -> str:
     """The engine of ``machine`` for two formats, if its software has it, as `engines.choose`."""
-    known = machine.capability in block_scaled.CAPABILITIES
-    form = block_scaled.form_for(left, right, turned) if known else ""
-    if form:
-        return engines.BLOCK_SCALED[form].name
-    return engines.without_block_scales(left, right, machine.capability).name
+    return engines.by_capability(left, right, machine.capability, turned).name
 
 
 def rate_of(engine: str, right: TensorFormat) -> str:

@@ -297,12 +297,18 @@ def check_four_bit_activation(text: str, act: str, gated: bool, dtype, device, s
         got = cuda_operands.glu_quantize_operand(gate, up, act, fmt, "bf16")
     else:
         got = cuda_operands.act_quantize_operand(gate, act, fmt, "bf16")
+    assert_near(got, h, fmt)
+
+
+def assert_near(got, h: torch.Tensor, fmt: TensorFormat) -> None:
+    """Values agree to 2e-5 of the row before quantizing, so codes differ rarely, and by one step."""
     codes, scales, factor, operand = got
     want = wanted(h, fmt, "bf16")
     torch.testing.assert_close(factor, want[2], rtol=3e-5, atol=0)
     same_scale = (scales == want[1]).float().mean()
     wrong = (operand.float() != want[3].float()).float().mean()
     assert same_scale >= 0.97 and wrong <= 0.03, (same_scale, wrong)
+    # What is written is consistent with itself, bit for bit.
     values = reference.split(codes, scales, factor, fmt)[0]
     assert_same([operand], [values.to(torch.bfloat16)])
 
@@ -325,17 +331,10 @@ def check_activation(act: str, gated: bool, dtype, device, shape=(9, 80)) -> Non
     h = ACTIVATIONS[act].forward(affine(*gate))
     if gated:
         h = h * affine(*up)
-        codes, scales, factor, operand = cuda_kernels.glu_quantize(gate, up, act, fmt, "bf16")
+        got = cuda_kernels.glu_quantize(gate, up, act, fmt, "bf16")
     else:
-        codes, scales, factor, operand = cuda_kernels.act_quantize(gate, act, fmt, "bf16")
-    want = wanted(h, fmt, "bf16")
-    torch.testing.assert_close(factor, want[2], rtol=3e-5, atol=0)
-    same_scale = (scales == want[1]).float().mean()
-    wrong = (operand.float() != want[3].float()).float().mean()
-    assert same_scale >= 0.97 and wrong <= 0.03, (same_scale, wrong)
-    # What is written is consistent with itself, bit for bit.
-    values = reference.split(codes, scales, factor, fmt)[0]
-    assert_same([operand], [values.to(torch.bfloat16)])
+        got = cuda_kernels.act_quantize(gate, act, fmt, "bf16")
+    assert_near(got, h, fmt)
 
 
 def check_act_grad(act: str, gated: bool, dtype, device, shape=(70, 80)) -> None:
