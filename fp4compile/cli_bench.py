@@ -89,11 +89,17 @@ def compile_(out: Out = None, width: int = 768, layers: int = 12) -> None:
 
 @app.command()
 @one_line_errors
-def monitor(out: Out = None) -> None:
+def monitor(
+    out: Out = None,
+    width: int = 768,
+    layers: int = 12,
+    tokens: Annotated[int, typer.Option(help="tokens a step")] = 16384,
+    turns: Annotated[int, typer.Option(help="runs of 50 steps, each with and without")] = 3,
+) -> None:
     """What `fp4.monitor` adds to a GPT's step: between samples, in one, and on average."""
     from .bench.training import run_monitor
 
-    show(run_monitor(), out)
+    show(run_monitor(width, layers, tokens, turns), out)
 
 
 @app.command()

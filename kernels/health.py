@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -28,15 +29,34 @@ BEYOND = {"nvfp4": 7.0, "mxfp4": 7.0, "mxfp8": 464.0, "s2f6": 127.5 / 64}
 SUMS = ("off", "size", "zeros", "saturated", "amax", "nan_rows")
 
 
-@dataclass(eq=False)
-class Kept:
-    """Copies of n rows: ``x`` [n, C], its ``operand`` or (form "none") ``codes``, ``scales``.
+Term = tuple[Tensor, "Tensor | None", "Tensor | None", "Tensor | None"]
 
-    ``factor`` is the whole one; ``bad`` the number of rows that are not finite, where the factor
-    does not tell it.
+
+@dataclass(eq=False)
+class Origin:
+    """Copies of n rows of what was quantized: of ``terms``, from which ``rule`` makes them.
+
+    A term is acc [n, C], two factors and a bias, each None or of a shape that acc's broadcasts
+    (`_affine`); ``fold``: what multiplies the made rows, likewise.
     """
 
-    x: Tensor
+    rule: tuple[str, str]  # of `_RULES`, and the activation
+    terms: tuple[Term, ...]
+    fold: Tensor | None = None
+
+    def tensors(self) -> list[Tensor | None]:
+        return [t for term in self.terms for t in term] + [self.fold]
+
+
+@dataclass(eq=False)
+class Kept:
+    """Copies of n rows: of ``x``, its ``operand`` or (form "none") ``codes``, and ``scales``.
+
+    ``factor`` is the whole one; ``bad`` the number of rows that are not finite, where the factor
+    does not tell it. All are copies: compiled code may use the memory again before the step ends.
+    """
+
+    x: Origin
     at: Tensor
     form: str
     factor: Tensor
@@ -47,9 +67,9 @@ class Kept:
 
     def like(self) -> tuple:
         """Equal for copies that can be compared together."""
-        tensors = (self.x, self.operand, self.codes, self.scales, self.factor)
+        tensors = (*self.x.tensors(), self.operand, self.codes, self.scales, self.factor)
         shapes = [(t.shape, t.dtype) if t is not None else None for t in tensors]
-        return self.form, self.x.device, self.bad is None, *shapes
+        return self.form, self.x.rule, self.at.device, self.bad is None, *shapes
 
 
 @dataclass(eq=False)
@@ -113,7 +133,9 @@ def quantizations(name: str, args: tuple, out: Any, rows: Rows | None) -> list[Q
 def _quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
     x, fmt, form, transpose = args
     shape = (x.shape[1], x.shape[0]) if transpose else x.shape
-    made = _forward(shape, fmt, form, out, rows, lambda at: _select(x, at, transpose))
+    made = _forward(
+        shape, fmt, form, out, rows, lambda at: Origin(("plain", ""), (_plain(x, at, transpose),))
+    )
     made.source, made.transposed = address(x), transpose
     return [made]
 
@@ -121,8 +143,8 @@ def _quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
 def _act_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
     *term, act, fmt, form = args
 
-    def hidden(at: Tensor) -> Tensor:
-        return evaluate(ACTIVATIONS[act].forward, _affine(_cut(term, at)))
+    def hidden(at: Tensor) -> Origin:
+        return Origin(("act", act), (_cut(term, at),))
 
     return [_forward(term[0].shape, fmt, form, out, rows, hidden)]
 
@@ -130,15 +152,15 @@ def _act_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantizati
 def _glu_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
     gate, up, (act, fmt, form) = args[:4], args[4:8], args[8:]
 
-    def hidden(at: Tensor) -> Tensor:
-        return evaluate(ACTIVATIONS[act].forward, _affine(_cut(gate, at))) * _affine(_cut(up, at))
+    def hidden(at: Tensor) -> Origin:
+        return Origin(("glu", act), (_cut(gate, at), _cut(up, at)))
 
     return [_forward(gate[0].shape, fmt, form, out, rows, hidden)]
 
 
 def _forward(
     shape: Any, text: str, form: str, out: tuple, rows: Rows | None,
-    take: Callable[[Tensor], Tensor],
+    take: Callable[[Tensor], Origin],
 ) -> Quantization:  # fmt: skip
     """Of codes, scales, factor and operand; ``take`` gives rows of what was quantized."""
     codes, scales, factor, operand = out
@@ -153,7 +175,7 @@ def _forward(
     if rows is None or 0 in shape:
         return made
     at = rows.of(m, codes.device)
-    made.kept = kept = Kept(take(at), at, form, factor, scales=scales.index_select(0, at))
+    made.kept = kept = Kept(take(at), at, form, factor.clone(), scales=scales.index_select(0, at))
     if form == "none":
         kept.codes = codes.index_select(0, at)
     else:
@@ -169,8 +191,8 @@ def _forward(
 def _quantize_grad(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
     g, fold, *rest = args[:9]
 
-    def take(at: Tensor, columns: bool) -> Tensor:
-        return g.index_select(int(columns), at)
+    def take(at: Tensor, columns: bool) -> Origin:
+        return Origin(("plain", ""), (_plain(g, at, columns),))
 
     return _gradient(g.shape, take, fold, tuple(rest), out, rows, address(g))
 
@@ -178,9 +200,8 @@ def _quantize_grad(args: tuple, out: tuple, rows: Rows | None) -> list[Quantizat
 def _act_grad_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quantization]:
     g, z, act, fold, rest = (*args[:3], None), args[3:7], args[7], args[8], args[9:16]
 
-    def take(at: Tensor, columns: bool) -> Tensor:
-        parts = (_affine(_cut(t, at, columns)) for t in (g, z))
-        return evaluate(ACTIVATIONS[act].backward, *parts)
+    def take(at: Tensor, columns: bool) -> Origin:
+        return Origin(("act_grad", act), (_cut(g, at, columns), _cut(z, at, columns)))
 
     return _gradient(z[0].shape, take, fold, rest, out, rows)
 
@@ -189,15 +210,12 @@ def _glu_grad_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quant
     g, gate, up, act = (*args[:3], None), args[3:7], args[7:11], args[11]
     folds, formats, forms = args[12:14], args[14:18], args[18:22]
     sums, seed = args[22:24], args[24:26]
-    row = ACTIVATIONS[act]
 
-    def of_gate(at: Tensor, columns: bool) -> Tensor:
-        dh, a, b = (_affine(_cut(t, at, columns)) for t in (g, gate, up))
-        return evaluate(row.backward, dh * b, a)
+    def of_gate(at: Tensor, columns: bool) -> Origin:
+        return Origin(("gate_grad", act), tuple(_cut(t, at, columns) for t in (g, gate, up)))
 
-    def of_up(at: Tensor, columns: bool) -> Tensor:
-        dh, a = (_affine(_cut(t, at, columns)) for t in (g, gate))
-        return dh * evaluate(row.forward, a)
+    def of_up(at: Tensor, columns: bool) -> Origin:
+        return Origin(("up_grad", act), tuple(_cut(t, at, columns) for t in (g, gate)))
 
     found = []
     for k, take in enumerate((of_gate, of_up)):
@@ -207,16 +225,16 @@ def _glu_grad_quantize(args: tuple, out: tuple, rows: Rows | None) -> list[Quant
 
 
 def _gradient(
-    shape: Any, take: Callable[[Tensor, bool], Tensor], fold: Tensor | None, rest: tuple,
+    shape: Any, take: Callable[[Tensor, bool], Origin], fold: Tensor | None, rest: tuple,
     out: tuple, rows: Rows | None, source: int = 0,
 ) -> list[Quantization]:  # fmt: skip
     """Both orientations of a gradient [M, N]; ``take`` gives rows or columns of it."""
     dgrad, wgrad, form_d, form_w, _, seed, stream = rest
     m, n = shape
 
-    def folded(at: Tensor) -> Tensor:
-        part = take(at, True).t()
-        return part if fold is None else part * fold
+    def folded(at: Tensor) -> Origin:
+        part = take(at, True)
+        return part if fold is None else replace(part, fold=fold.clone()[None, :])
 
     node = (source, address(seed), stream)
     sides = (
@@ -236,48 +254,49 @@ def _gradient(
 
 
 def _of_gradient(
-    x: Tensor, at: Tensor, fmt: TensorFormat, form: str, rows: int, operand: Tensor, factor: Tensor
+    x: Origin, at: Tensor, fmt: TensorFormat, form: str, rows: int, operand: Tensor, factor: Tensor
 ) -> Kept:
     """Copies of one orientation: values that need scales beside them are decoded here."""
     if fmt.float_scales and form == "e4m3":
         codes, scales = operand.index_select(0, at), factor.t()
         values = reference.values(codes, scales.index_select(0, at), fmt)
         bad = scales.isnan().any(1).sum()
-        return Kept(x, at, "f32", x.new_empty(0, dtype=torch.float32), values, bad=bad)
+        return Kept(x, at, "f32", factor.new_empty(0), values, bad=bad)
     if block_scaled.has_tail(fmt, form):
         codes, flat = block_scaled.parts(operand, None, rows, form)
         width = codes.shape[1] * block_scaled.ELEMENTS[form]
         scales = layout.unswizzle(flat, rows, width // BLOCK[fmt.format])
         values = reference.values(codes.index_select(0, at), scales.index_select(0, at), fmt)
         spoilt = None if fmt.factor else (scales == 255).any(1).sum()
-        return Kept(x, at, "f32", factor, values, bad=spoilt)
+        return Kept(x, at, "f32", factor.clone(), values, bad=spoilt)
     form = "e4m3" if form in block_scaled.FORMS else form
-    kept = Kept(x, at, form, factor, operand.index_select(0, at))
+    kept = Kept(x, at, form, factor.clone(), operand.index_select(0, at))
     if fmt.factor is None:
         kept.bad = operand[:, :: BLOCK[fmt.format]].isnan().any(1).sum()
     return kept
 
 
-def _select(x: Tensor, at: Tensor, columns: bool) -> Tensor:
-    return x.index_select(1, at).t() if columns else x.index_select(0, at)
+def _plain(x: Tensor, at: Tensor, columns: bool) -> Term:
+    """Rows of a tensor, or columns as rows, as a term."""
+    part = x.index_select(1, at).t() if columns else x.index_select(0, at)
+    return part, None, None, None
 
 
-def _cut(term: Any, at: Tensor, columns: bool = False) -> tuple:
-    """The affine term of some rows, or of some columns."""
+def _cut(term: Any, at: Tensor, columns: bool = False) -> Term:
+    """The affine term of some rows, or of some columns, which become rows."""
     acc, row, col, bias = term
     m, n = acc.shape
-    if columns:
-        col = col[at] if col is not None and col.numel() == n else col
-        bias = bias[at] if bias is not None else None
-    elif row is not None and row.numel() == m:
-        row = row[at]
-    return acc.index_select(int(columns), at), row, col, bias
+    ends = (row, m, 1), (col, n, 0), (bias, n, 0)  # and the axis along which they are alike
+    part, *_ = _plain(acc, at, columns)
 
+    def along(t: Tensor | None, size: int, axis: int) -> Tensor | None:
+        if t is None:
+            return None
+        axis = axis ^ columns
+        own = t.index_select(0, at) if axis and t.numel() == size else t.clone()
+        return own.unsqueeze(axis)
 
-def _affine(term: tuple) -> Tensor:
-    from .primitives import affine
-
-    return affine(*term)
+    return part, *(along(*end) for end in ends)
 
 
 # Figures ------------------------------------------------------------------------------------------
@@ -296,7 +315,7 @@ def measure(made: Iterable[Quantization]) -> None:
         sums = _sums(TensorFormat.parse(group[0].format), group[0].rows, together)
         for each, values in zip(group, sums.unbind()):
             assert each.kept is not None
-            each.sums, each.sampled = values, each.kept.x.shape[0] * each.columns
+            each.sums, each.sampled = values, len(each.kept.at) * each.columns
             each.kept = None
 
 
@@ -310,11 +329,12 @@ def _sums(fmt: TensorFormat, rows: int, kept: list[Kept]) -> Tensor:
         outer = some.expand(n, len(first.at)).reshape(-1, 1)
     scales = _joined([k.scales for k in kept])
     decoded = _decoded(fmt, kept, scales, outer)
-    x = _joined([k.x for k in kept]).float()
-    x = pad(x, (0, decoded.shape[1] - x.shape[1]))
+    x = _made([k.x for k in kept])
+    if decoded.shape[1] > x.shape[1]:
+        x = pad(x, (0, decoded.shape[1] - x.shape[1]))
     x = rotation.rotate(x, fmt.rotation) if fmt.rotation else x
-    finite = decoded.isfinite()
-    x, decoded = (torch.where(finite, t, 0).view(n, -1) for t in (x, decoded))
+    x = x + (decoded - decoded)  # NaN where decoded is not finite
+    x, decoded = (t.nan_to_num_(0, inf, -inf).view(n, -1) for t in (x, decoded.nan_to_num_(0, 0, 0)))
     norm = torch.linalg.vector_norm
     zeros = x.count_nonzero(1) - decoded.count_nonzero(1)  # what is 0 stays 0
     beyond = _beyond(fmt, x, scales, outer) if scales is not None else zeros
@@ -324,6 +344,27 @@ def _sums(fmt: TensorFormat, rows: int, kept: list[Kept]) -> Tensor:
         bad = factors.isnan().sum(1) * (1 if factors.shape[1] == rows else rows)
     parts = (norm(decoded - x, dim=1), norm(x, dim=1), zeros, beyond, norm(x, torch.inf, 1), bad)
     return torch.stack([p.float() for p in parts], 1)
+
+
+def _made(all_rows: list[Origin]) -> Tensor:
+    """FP32 rows of all copies, one after the other."""
+    rule, act = all_rows[0].rule
+    terms = []
+    for copies in zip(*(rows.terms for rows in all_rows)):
+        acc, *rest = (None if parts[0] is None else torch.stack(parts) for parts in zip(*copies))
+        terms.append(_affine(acc, *rest))
+    made = _RULES[rule](ACTIVATIONS.get(act), *terms)
+    if all_rows[0].fold is not None:
+        made = made * torch.stack([rows.fold for rows in all_rows])
+    return made.flatten(0, 1)
+
+
+def _affine(acc: Tensor, row: Tensor | None, col: Tensor | None, bias: Tensor | None) -> Tensor:
+    """As `primitives.affine`, of factors that broadcast."""
+    z = acc.float()
+    for factor in (row, col):
+        z = z if factor is None else z * factor
+    return z if bias is None else z + bias.float()
 
 
 def _joined(parts: list) -> Any:
@@ -360,6 +401,15 @@ def _beyond(fmt: TensorFormat, x: Tensor, scales: Tensor, outer: Tensor | None) 
     return (x.abs().view(*limit.shape, -1) > limit[..., None]).view(len(x), -1).sum(1)
 
 
+# Of a row of `ACTIVATIONS` and FP32 terms: what the primitives quantize.
+_RULES: dict[str, Callable[..., Tensor]] = {
+    "plain": lambda row, x: x,
+    "act": lambda row, z: evaluate(row.forward, z),
+    "glu": lambda row, gate, up: evaluate(row.forward, gate) * up,
+    "act_grad": lambda row, g, z: evaluate(row.backward, g, z),
+    "gate_grad": lambda row, dh, gate, up: evaluate(row.backward, dh * up, gate),
+    "up_grad": lambda row, dh, gate: dh * evaluate(row.forward, gate),
+}
 _READERS = {
     "quantize": _quantize,
     "act_quantize": _act_quantize,

@@ -24,7 +24,7 @@ MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 NAMES = {
     "bf16": "BF16 compile",
     "fp8-exact": "`fp8-exact`",
-    "fp8-exact, attention too": "`fp8-exact`, attention projections too",
+    "fp8-exact + attention": "`fp8-exact`, attention projections too",
     "thinking-machines": "`thinking-machines`",
     "torchao tensorwise": "torchao float8 tensorwise",
     "nvidia": "`nvidia`",

@@ -29,7 +29,7 @@ SIZES = {
     "cuda": {"layers": 4, "width": 2048, "heads": 16, "context": 256, "batch": 128, "lr": 3e-4},
     "cpu": {"layers": 2, "width": 64, "heads": 4, "context": 32, "batch": 8, "lr": 2e-3},
 }
-POINTS, HELD_OUT = 12, 16  # held-out losses on the way, and batches of each
+POINTS, HELD_OUT = 10, 8  # held-out losses on the way, and batches of each
 SKIPPED = 3  # first steps, which compile and warm up: not on the clock
 
 

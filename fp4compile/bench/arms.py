@@ -21,9 +21,9 @@ def bf16(model: nn.Module) -> Any:
     return torch.compile(model)
 
 
-def fp4(recipe: str, layers: list[dict[str, str]]) -> Arm:
-    """This package with a recipe; ``layers``: rules before the recipe's own."""
-    policy = Policy.from_dict({"version": 1, "recipe": recipe, "layers": layers})
+def fp4(recipe: str, layers: list[dict[str, str]], **keys: Any) -> Arm:
+    """This package with a recipe; ``layers``: rules before the recipe's own; more of a policy."""
+    policy = Policy.from_dict({"version": 1, "recipe": recipe, "layers": layers, **keys})
 
     def build(model: nn.Module) -> Any:
         options: dict[str, Any] = {"policy": policy}
@@ -67,11 +67,12 @@ def _torchao_arms() -> dict[str, Arm]:
 
 
 def gpt_arms() -> dict[str, Arm]:
-    """BF16 first; recipes with their own rules (the last blocks in MXFP8), and attention too."""
+    """BF16 first; recipes with their own rules (the last blocks in MXFP8), less memory, attention."""
     return {
         "bf16": bf16,
         "fp8-exact": fp4("fp8-exact", []),
-        "fp8-exact, attention too": fp4("fp8-exact", ATTENTION),
+        "fp8-exact + MXFP8 pre-activation": fp4("fp8-exact", [], save_preactivation="mxfp8"),
+        "fp8-exact + attention": fp4("fp8-exact", ATTENTION),
         "thinking-machines": fp4("thinking-machines", []),
         **_torchao_arms(),
     }

@@ -77,7 +77,7 @@ def arms() -> dict[str, Callable[[nn.Module], Any]]:
     arms: dict[str, Callable[[nn.Module], Any]] = {
         "bf16": partial(torch.compile, mode="reduce-overhead")
     }
-    for name, layers in (("fp8-exact", MLP_ONLY), ("fp8-exact, attention too", ATTENTION)):
+    for name, layers in (("fp8-exact", MLP_ONLY), ("fp8-exact + attention", ATTENTION)):
         policy = Policy.from_dict({"version": 1, "recipe": "fp8-exact", "layers": layers})
         options = {"policy": policy, "cache_weights": True, "triton.cudagraphs": True}
         arms[name] = partial(torch.compile, backend="fp4", options=options)

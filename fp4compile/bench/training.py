@@ -107,27 +107,23 @@ def run_gpt(
     return with_ratios(result, "width")
 
 
-GPT_SIZES = (768, 12, 16384), (2048, 4, 32768)  # width, layers, tokens
+SAMPLE = 50  # steps for one sample
 
 
-def run_monitor(sizes: tuple[tuple[int, int, int], ...] = GPT_SIZES) -> dict:
-    """What `fp4.monitor` costs a GPT's step (width, layers, tokens), fp8-exact, as a dict.
+def run_monitor(width: int = 768, layers: int = 12, tokens: int = 16384, turns: int = 3) -> dict:
+    """What `fp4.monitor` costs a GPT's step, fp8-exact, as a dict of one row.
 
-    Every row: milliseconds of a step without a monitor, between samples, and in a sampled step,
-    medians of steps in turn; the shares of the step's time that a monitor adds between samples,
-    and by one sample in 50 steps.
+    The row: milliseconds of a step without a monitor, between samples, and in a sampled step,
+    medians of steps that are waited for; of steps in runs of 50, without a monitor and with one
+    sample each (medians of ``turns`` runs); the share that one sample in 50 steps adds by the first
+    figures, where the host is waited for, and by the runs.
     """
-    result: dict = {"bench": "monitor", **header(), "rows": []}
-    for width, layers, tokens in sizes:
-        gc.collect()
-        torch.cuda.empty_cache()
-        torch._dynamo.reset()
-        row = _monitored(width, layers, tokens)
-        result["rows"].append({"width": width, "layers": layers, "tokens": tokens, **row})
-    return result
+    row = _monitored(width, layers, tokens, turns)
+    sizes = {"width": width, "layers": layers, "tokens": tokens}
+    return {"bench": "monitor", **header(), "rows": [{**sizes, **row}]}
 
 
-def _monitored(width: int, layers: int, tokens: int, steps: int = 12) -> dict:
+def _monitored(width: int, layers: int, tokens: int, turns: int, steps: int = 12) -> dict:
     models: list[nn.Module] = []
 
     def keep(model: nn.Module) -> object:
@@ -140,20 +136,39 @@ def _monitored(width: int, layers: int, tokens: int, steps: int = 12) -> dict:
     for turn in range(steps + 2):
         for i in range(3):  # in another order each turn: a step pays for what the last one left
             name = list(every_of)[(turn + i) % 3]
-            every = every_of[name]
-            monitor = Monitor(models[0], every, 64, None, None, 1, True) if every else None
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            step()
-            torch.cuda.synchronize()
+            spent = _timed_steps(step, models[0], every_of[name], 1, 1)
             if turn > 1:  # compiled, and the monitor's own memory is there
-                times[name].append(1e3 * (time.perf_counter() - began))
-            if monitor is not None:
-                monitor.stop()
+                times[name].append(spent)
     found = {f"{name}_ms": round(statistics.median(all_ms), 3) for name, all_ms in times.items()}
-    off, between, sampled = found.values()
-    sample = (sampled - between) / 50 / off
-    return {**found, "between_added": round(between / off - 1, 4), "sample_added": round(sample, 4)}
+    runs: dict[int, list[float]] = {0: [], SAMPLE: []}
+    for turn in range(turns):
+        for every in sorted(runs, reverse=bool(turn % 2)):
+            runs[every].append(_timed_steps(step, models[0], every, SAMPLE, SAMPLE // 2))
+    off, sampled = (statistics.median(all_ms) for all_ms in runs.values())
+    alone = (found["sampled_ms"] - found["between_ms"]) / SAMPLE / found["off_ms"]
+    return {
+        **found,
+        "run_off_ms": round(off / SAMPLE, 3),
+        "run_ms": round(sampled / SAMPLE, 3),
+        "sample_alone": round(alone, 4),
+        "added": round(sampled / off - 1, 4),
+    }
+
+
+def _timed_steps(
+    step: Callable[[], object], model: nn.Module, every: int, steps: int, first: int
+) -> float:
+    """Milliseconds of ``steps`` steps, the device waited for at their end; ``every`` 0: alone."""
+    monitor = Monitor(model, every, 64, None, None, first, True) if every else None
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    spent = 1e3 * (time.perf_counter() - began)
+    if monitor is not None:
+        monitor.stop()
+    return spent
 
 
 def with_ratios(result: dict, key: str) -> dict:

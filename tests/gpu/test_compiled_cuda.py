@@ -161,6 +161,7 @@ def monitored(**options):
             torch.compiler.cudagraph_mark_step_begin()
             (call(x.requires_grad_()).float().nan_to_num() * weights).sum().backward()
             optimizer.zero_grad()  # not NaN into the weights
+            x.grad = None  # under CUDA graphs its memory is the next step's
             optimizer.step()
     return monitor
 
