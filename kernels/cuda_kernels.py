@@ -65,18 +65,23 @@ def supports_gradient(fmt: TensorFormat | None, form: str = "bf16") -> bool:
     """Whether `quantize_grad` and `requantize` can write ``fmt`` in ``form``."""
     if fmt is None:
         return True
-    if fmt.format != "mxfp8" or not fmt.stochastic or fmt.rotation is not None:
+    if fmt.format != "mxfp8" or fmt.rotation is not None:
         return False
     codes = "e4m3" if fmt.block == "row" else "scales"
-    return fmt.block in (32, "row") and _kernel_form(fmt, form) in ("bf16", codes)
+    return fmt.block in (32, "row") and _gradient_form(fmt, form) in ("bf16", codes)
+
+
+def _gradient_form(fmt: TensorFormat, form: str) -> str:
+    """The kernels' word, of `FORMS`, for an operand of its own in ``form``."""
+    if form not in block_scaled.FORMS:
+        return form
+    return "scales" if block_scaled.has_tail(fmt, form) else "e4m3"
 
 
 def _kernel_form(fmt: TensorFormat, form: str) -> str:
-    """The kernels' word for ``form``, of `FORMS`."""
+    """The kernels' word, of `FORMS`, for what is beside saved codes."""
     if form not in block_scaled.FORMS:
         return form
-    if fmt.stochastic:  # an operand of its own, not saved
-        return "scales" if block_scaled.has_tail(fmt, form) else "e4m3"
     places = {"scales": "scales", "nothing": "none", "values": "e4m3"}
     return places[block_scaled.in_place(fmt, form)]
 
@@ -331,7 +336,7 @@ def _saved(codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int) -> dict:
     return {
         "codes": _pointer(codes), "scales": _pointer(scales), "rows": rows, "cols": cols,
         "padded": scales.shape[1] * BLOCK[fmt.format],
-        "padded_rows": _ceil(rows, BLOCK[fmt.format]) * BLOCK[fmt.format],
+        "padded_rows": _ceil(rows, fmt.padding) * fmt.padding,
     }  # fmt: skip
 
 
@@ -382,7 +387,7 @@ def requantize(
     codes, scales, factor = (t.contiguous() for t in (codes, scales, factor))
     fields = _saved(codes, scales, source, cols)
     fields["padded_rows"] = _ceil(fields["rows"], 32) * 32
-    form = _kernel_form(fmt, form)
+    form = _gradient_form(fmt, form)
     out = _operand(codes, cols, fields["padded_rows"], form)
     by_row = fmt.block == "row"
     out_factor = codes.new_empty(cols if by_row else 0, dtype=torch.float32)
@@ -423,7 +428,7 @@ def _mode(fmt: TensorFormat | None) -> int:
 def _side(g: Tensor, fmt: TensorFormat | None, form: str, rows: int, cols: int):
     if fmt is None:
         return _operand(g, 0, 0, "none"), g.new_empty(0, dtype=torch.float32)
-    operand = _operand(g, rows, _ceil(cols, 32) * 32, _kernel_form(fmt, form))
+    operand = _operand(g, rows, _ceil(cols, 32) * 32, _gradient_form(fmt, form))
     factor = g.new_empty(rows if fmt.block == "row" else 0, dtype=torch.float32)
     return operand, factor.fill_(2.0**-127) if cols == 0 else factor
 
@@ -464,14 +469,15 @@ def quantize_grad(
     padded = _ceil(cols, 32) * 32
     arguments = Gradient(
         _pointer(x), _pointer(fold), x.stride(0), rows, cols, padded, _ceil(rows, 32) * 32,
-        AMAX_ROWS, wide, _pointer(row_amax), _pointer(col_amax), seed.data_ptr(), stream,
+        AMAX_ROWS, wide, _pointer(row_amax), _pointer(col_amax), _pointer(seed), stream,
         _pointer(d), _pointer(w), _pointer(d_factor), _pointer(w_factor),
         _pointer(part if grid[1] > 1 else total),
     )  # fmt: skip
     defines = {
         "XD": DTYPES[x.dtype], "SUMS": int(sums), "DMODE": _mode(dgrad), "WMODE": _mode(wgrad),
-        "DFORM": FORMS[_kernel_form(dgrad, form_d)] if dgrad else 0,
-        "WFORM": FORMS[_kernel_form(wgrad, form_w)] if wgrad else 0,
+        "DFORM": FORMS[_gradient_form(dgrad, form_d)] if dgrad else 0,
+        "WFORM": FORMS[_gradient_form(wgrad, form_w)] if wgrad else 0,
+        "DSR": _stochastic(dgrad), "WSR": _stochastic(wgrad),
         "FOLD": int(fold is not None), "ALIGNED": int(wide and cols % 8 == 0),
         "BIG": int(rows * padded >= BIG), "ACROSS": GRADIENT_ACROSS,
     }  # fmt: skip
@@ -483,6 +489,10 @@ def quantize_grad(
     if part.numel():
         add_chunks(part, total)
     return d, d_factor, w, w_factor, total
+
+
+def _stochastic(fmt: TensorFormat | None) -> int:
+    return int(fmt is not None and fmt.stochastic)
 
 
 def add_chunks(part: Tensor, out: Tensor) -> None:

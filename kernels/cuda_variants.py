@@ -37,8 +37,9 @@ def variants(
     ]  # fmt: skip
     gradients = [
         {"XD": 1, "SUMS": sums, "DMODE": mode, "WMODE": mode, "DFORM": form, "WFORM": form,
-         "FOLD": int(form == 1), "ALIGNED": 1, "BIG": 0, "ACROSS": 2}
+         "DSR": sr, "WSR": sr, "FOLD": int(form == 1), "ALIGNED": 1, "BIG": 0, "ACROSS": 2}
         for mode, form in [(1, 1), (1, 2), (2, 2)] + [(2, 3)] * block_scaled for sums in (0, 1)
+        for sr in (1, 0)
     ]  # fmt: skip
     transposes = [
         {"SOURCE": source, "FORM": form, "MODE": mode, "SR": sr, "FACTOR": factor, "BIG": 0,

@@ -1,6 +1,6 @@
 // A gradient in both orientations from one set of random bits: MXFP8 with one power of two a row or
-// a block of 32, stochastic; the transposed copy of it times `fold`.
-//   XD dtype of g · SUMS, FOLD 0/1
+// a block of 32; the transposed copy of it times `fold`.
+//   XD dtype of g · SUMS, FOLD 0/1 · DSR, WSR 0 to nearest, 1 stochastic
 //   DMODE, WMODE 0 absent, 1 row scales (their maxima from gradient_amax or hidden.cu), 2 blocks of 32
 //   DFORM, WFORM (Form): E4M3_FORM the codes of row scales, BF16_FORM the values, SCALES_FORM the
 //   codes of blocks, and swizzled behind them the scales
@@ -28,6 +28,24 @@ struct Gradient {
 // ---- eight columns of a thread ----------------------------------------------------------------
 
 using Raw = Raw8<XD>;
+
+// What is rounded stochastically is scaled to FP32's subnormals (warp_tile.cuh). To nearest, values
+// are rounded before that, since FP32 would round them once more there, and nothing is added then.
+template <bool SR> FP4_D float shrink_of(u32 byte) {
+  return SR ? shrink_factor(byte) : e8m0_inverse(byte);
+}
+
+template <bool SR> FP4_D float shrunk_of(float x, u32 byte) {
+  return SR ? shrunk_slowly(x, byte) : byte == 255 ? 0.0f : mul(x, e8m0_inverse(byte));
+}
+
+// Multiples of an eighth of their power of two, of at least 2^-6; NaN stays.
+template <bool SR> FP4_D float settled(float t) {
+  if (SR) return t;
+  const float p = from_bits(bits(max_magnitude(0x1p-6f, t)) & INFINITE);
+  const float y = fma_exact(p, -0x1.8p20f, fma_exact(p, 0x1.8p20f, t));
+  return mul(from_bits(bits(y) & 0x7fffffffu | bits(t) & 0x80000000u), 0x1p-120f);
+}
 
 constexpr bool D_CODES = DFORM == E4M3_FORM || DFORM == SCALES_FORM;
 constexpr bool W_CODES = WFORM == E4M3_FORM || WFORM == SCALES_FORM;
@@ -155,27 +173,29 @@ FP4_D void store_d(const Gradient& a, u32 m, u32 n, bool inside, const float* v,
     block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 1));
     block = max_u(block, __shfl_xor_sync(ALL_LANES, block, 2));
     byte = e8m0_byte(block);
-    const float up = SLOW ? e8m0_inverse(byte) : shrink_factor(byte);
+    const float up = SLOW ? e8m0_inverse(byte) : shrink_of<DSR>(byte);
     if (!SLOW) grow = grow_factor(byte);
 FP4_UNROLL
     for (int i = 0; i < 8; ++i) {
-      if (SLOW && DFORM == SCALES_FORM) t[i] = shrunk_slowly(v[i], byte);
-      else t[i] = SLOW ? mul(mul(v[i], up), 0x1p-120f) : mul(v[i], up);
+      if (SLOW && DFORM == SCALES_FORM) t[i] = shrunk_of<DSR>(v[i], byte);
+      else t[i] = SLOW && DSR ? mul(mul(v[i], up), 0x1p-120f) : mul(v[i], up);
     }
   } else if (SLOW) {
     byte = m < a.rows ? e8m0_byte(a.row_amax[m]) : 0u;
 FP4_UNROLL
-    for (int i = 0; i < 8; ++i) t[i] = shrunk_slowly(v[i], byte);
+    for (int i = 0; i < 8; ++i) t[i] = shrunk_of<DSR>(v[i], byte);
   } else {
 FP4_UNROLL
     for (int i = 0; i < 8; ++i) t[i] = mul(v[i], shrink);
   }
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) t[i] = settled<DSR>(t[i]);
   const bool stored = m < (u32)a.rows && n < (u32)a.padded && (inside || !ALIGNED);
   const u64 at = (u64)m * (u32)a.padded + n;
   if (D_CODES) {
     u32 c[8];
 FP4_UNROLL
-    for (int i = 0; i < 8; ++i) c[i] = code_at_top(t[i], rounding[i]);
+    for (int i = 0; i < 8; ++i) c[i] = code_at_top(t[i], DSR ? rounding[i] : 0u);
     const uint2 word =
         make_uint2(top_bytes(c[0], c[1], c[2], c[3]), top_bytes(c[4], c[5], c[6], c[7]));
     store_if(static_cast<u8*>(a.d) + at, word, stored);
@@ -185,7 +205,7 @@ FP4_UNROLL
     float value[8];
 FP4_UNROLL
     for (int i = 0; i < 8; ++i) {
-      value[i] = mul(rounded(t[i], rounding[i]), grow);
+      value[i] = mul(rounded(t[i], DSR ? rounding[i] : 0u), grow);
       if (DMODE == 2 && SLOW) value[i] = mul(value[i], e8m0_value(byte));
     }
     store_if(static_cast<u16*>(a.d) + at, eight_bf16(value), stored);
@@ -241,8 +261,8 @@ FP4_D u32 largest8(const Raw& raw) {
 // the gradient, and returns the largest magnitude if PACKED.
 template <bool SLOW, class Get>
 FP4_D void quantize4(const Gradient& a, Warp& w, u32 m, u32 at, const Get& get) {
-  Words words[4];
-  random_of(a, w, m, words);
+  Words words[4] = {};
+  if (DSR || WSR) random_of(a, w, m, words);
   u32 half[8], packed[8];
 FP4_UNROLL
   for (int r = 0; r < 4; ++r) {
@@ -261,9 +281,11 @@ FP4_UNROLL
 FP4_UNROLL
     for (int j = 0; j < 8; ++j) {
       if (WFORM == SCALES_FORM && SLOW && bits(w.grow[j]) == QUIET_NAN) x[j] = 0.0f;
-      else if (WMODE == 2) x[j] = SLOW ? mul(mul(x[j], w.shrink[j]), 0x1p-120f) : mul(x[j], w.shrink[j]);
-      else if (SLOW) x[j] = shrunk_slowly(x[j], column_byte(a, w.n + j));
+      else if (WMODE == 2 && SLOW && WSR) x[j] = mul(mul(x[j], w.shrink[j]), 0x1p-120f);
+      else if (WMODE == 1 && SLOW) x[j] = shrunk_of<WSR>(x[j], column_byte(a, w.n + j));
       else x[j] = mul(x[j], w.shrink[j]);
+      x[j] = settled<WSR>(x[j]);
+      if (!WSR) rounding[j] = 0;
     }
 FP4_UNROLL
     for (int j = 0; j < 8; ++j) {
@@ -322,7 +344,7 @@ FP4_D void column_scales(const Gradient& a, Warp& w, bool first) {
 FP4_UNROLL
   for (int j = 0; j < 8; ++j) {
     const u32 byte = column_byte(a, w.n + j);
-    w.shrink[j] = shrink_factor(byte);
+    w.shrink[j] = shrink_of<WSR>(byte);
     largest = max_u(largest, byte);
     if (first && w.n + j < (u32)a.cols) a.w_factor[w.n + j] = e8m0_value(byte);
   }
@@ -350,7 +372,7 @@ FP4_D void store_factors(const Gradient& a, Warp& w, u32 m0, const RowInputs* in
 FP4_UNROLL
   for (u32 k = 0; k < SPAN / 32; ++k) {
     const u32 byte = e8m0_byte(in[k].amax), m = m0 + k * 32 + w.lane;
-    row[k * 32 + w.lane] = {shrink_factor(byte), in[k].fold};
+    row[k * 32 + w.lane] = {shrink_of<DSR>(byte), in[k].fold};
     largest = max_u(largest, byte);
     if (DMODE == 1 && w.n0 == 0 && m < (u32)a.rows) a.d_factor[m] = e8m0_value(byte);
     // Padding at the end of d's rows belongs to no thread of ALIGNED columns.
@@ -417,7 +439,7 @@ FP4_UNROLL
 FP4_UNROLL
   for (int j = 0; j < 8; ++j) {
     const u32 byte = e8m0_byte(amax[j]);
-    w.shrink[j] = slow ? e8m0_inverse(byte) : shrink_factor(byte);
+    w.shrink[j] = slow ? e8m0_inverse(byte) : shrink_of<WSR>(byte);
     w.grow[j] = slow ? e8m0_value(byte) : grow_factor(byte);
 #if WFORM == 3
     if (w.rg == 0 && w.n + j < (u32)a.cols)
@@ -459,7 +481,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) quantize_gradient(Gradient 
   w.n0 = (blockIdx.x * ACROSS + warp % ACROSS) * 64, w.n = w.n0 + w.cq * 8;
   w.inside = w.n < (u32)a.cols;
   w.tile = reinterpret_cast<u32*>(tiles[warp]), w.row = row_factors[warp];
-  w.key = cipher(*a.seed, (u32)a.stream);
+  if (DSR || WSR) w.key = cipher(*a.seed, (u32)a.stream);
   w.slow_rows = w.slow_cols = false;
 #if DFORM == 3 || WFORM == 3
   const u32 number = (blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x;

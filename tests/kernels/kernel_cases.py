@@ -19,7 +19,7 @@ from fp4compile.kernels import (
     reference,
 )
 from fp4compile.kernels.activations import ACTIVATIONS
-from fp4compile.kernels.formats import BLOCK, TensorFormat
+from fp4compile.kernels.formats import TensorFormat
 from fp4compile.kernels.primitives import affine, as_operand
 
 ROW_FORMATS = [
@@ -60,6 +60,10 @@ GRADIENTS = [
     ("mxfp8:32:sr", None, "bf16"),
     ("mxfp8:32:sr", "mxfp8:32:sr", "mx"),
     ("mxfp8:row:sr", "mxfp8:32:sr", "mx"),
+    ("mxfp8:row", "mxfp8:row", "e4m3"),  # to nearest
+    ("mxfp8:32", "mxfp8:32", "bf16"),
+    ("mxfp8:32", "mxfp8:32", "mx"),
+    ("mxfp8:32:sr", "mxfp8:row", "bf16"),
 ]
 GPU_GRADIENTS = [*GRADIENTS, ("mxfp8:32:sr", "mxfp8:row:sr", "mx"), ("mxfp8:32:sr", None, "mx")]
 DECODE = [
@@ -70,6 +74,7 @@ DECODE = [
     ("mxfp8:row", "e4m3"),
     ("mxfp8:row", "bf16"),
     ("mxfp4", "bf16"),
+    ("nvfp4:tensor:had32", "bf16"),  # transposed, rows are padded to the rotation
 ]
 REQUANTIZE = [
     ("mxfp4", "mxfp8:32:sr", "bf16"),
@@ -79,6 +84,8 @@ REQUANTIZE = [
     ("mxfp8:32", "mxfp8:32:sr", "bf16"),
     ("nvfp4:row:four_over_six", "mxfp8:32:sr", "mx"),
     ("mxfp8:row", "mxfp8:row:sr", "mx"),
+    ("nvfp4:row:four_over_six", "mxfp8:32", "bf16"),
+    ("mxfp8:32", "mxfp8:row", "e4m3"),
 ]
 GPU_REQUANTIZE = [*REQUANTIZE, ("mxfp8:32", "mxfp8:32:sr", "mx"), ("nvfp4:tensor", "mxfp8:32:sr", "mx")]
 # 4-bit formats that couple nothing along a row: along rows, and of the transpose.
@@ -210,7 +217,7 @@ def check_decode(text: str, form: str, x: torch.Tensor) -> None:
     values = reference.split(codes, scales, torch.empty(0, device=x.device), fmt)[0]
     rows, cols = x.shape
     assert_same([cuda_kernels.decode(codes, scales, fmt, cols, form)], [as_operand(values, form)])
-    want = torch.nn.functional.pad(values[:, :cols].t(), (0, -rows % BLOCK[fmt.format]))
+    want = torch.nn.functional.pad(values[:, :cols].t(), (0, -rows % fmt.padding))
     got = cuda_kernels.decode(codes, scales, fmt, cols, form, True)
     assert_same([got], [as_operand(want.contiguous(), form)])
 

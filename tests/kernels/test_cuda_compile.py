@@ -73,12 +73,17 @@ SAMPLE = (
     (
         "gradient.cu",
         {"XD": 1, "SUMS": 1, "DMODE": 1, "WMODE": 1, "DFORM": 1, "WFORM": 1, "FOLD": 1,
-         "ALIGNED": 1, "BIG": 0, "ACROSS": 2},
+         "DSR": 1, "WSR": 1, "ALIGNED": 1, "BIG": 0, "ACROSS": 2},
     ),
     (
         "gradient.cu",
         {"XD": 1, "SUMS": 1, "DMODE": 2, "WMODE": 2, "DFORM": 2, "WFORM": 2, "FOLD": 0,
-         "ALIGNED": 1, "BIG": 0, "ACROSS": 2},
+         "DSR": 1, "WSR": 1, "ALIGNED": 1, "BIG": 0, "ACROSS": 2},
+    ),
+    (
+        "gradient.cu",
+        {"XD": 1, "SUMS": 1, "DMODE": 2, "WMODE": 2, "DFORM": 2, "WFORM": 2, "FOLD": 0,
+         "DSR": 0, "WSR": 0, "ALIGNED": 1, "BIG": 0, "ACROSS": 2},
     ),
     (
         "hidden.cu",
@@ -119,7 +124,7 @@ SCALED_SAMPLE = (
     (
         "gradient.cu",
         {"XD": 1, "SUMS": 1, "DMODE": 2, "WMODE": 2, "DFORM": 3, "WFORM": 3, "FOLD": 0,
-         "ALIGNED": 1, "BIG": 0, "ACROSS": 2},
+         "DSR": 1, "WSR": 1, "ALIGNED": 1, "BIG": 0, "ACROSS": 2},
     ),
     ("transposes.cu", {"SOURCE": 0, "FORM": 3, "MODE": 2, "SR": 1, "FACTOR": 1, "BIG": 0, "ACROSS": 1}),
 )
