@@ -392,8 +392,11 @@ def run(args: argparse.Namespace) -> list[dict]:
     except ImportError as error:
         console.print(f"no figure: {error}; --draw makes it where matplotlib is")
     seconds = {f"{r['arm']}, {r['seed']}": r["seconds"] for r in done}
-    summary = {"config": config, "rows": results}
-    (args.out / "results.json").write_text(json.dumps({**summary, "seconds": seconds}, indent=1))
+    held_out: dict = {}
+    for r in done:
+        held_out.setdefault(r["arm"], {})[r["seed"]] = r["held_out"]
+    summary = {"config": config, "rows": results, "held_out": held_out, "seconds": seconds}
+    (args.out / "results.json").write_text(json.dumps(summary, indent=1))
     return results
 
 

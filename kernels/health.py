@@ -45,6 +45,7 @@ class Origin:
     fold: Tensor | None = None
 
     def tensors(self) -> list[Tensor | None]:
+        """All of them, always in the same places."""
         return [t for term in self.terms for t in term] + [self.fold]
 
 
@@ -334,7 +335,8 @@ def _sums(fmt: TensorFormat, rows: int, kept: list[Kept]) -> Tensor:
         x = pad(x, (0, decoded.shape[1] - x.shape[1]))
     x = rotation.rotate(x, fmt.rotation) if fmt.rotation else x
     x = x + (decoded - decoded)  # NaN where decoded is not finite
-    x, decoded = (t.nan_to_num_(0, inf, -inf).view(n, -1) for t in (x, decoded.nan_to_num_(0, 0, 0)))
+    x = x.nan_to_num_(0, inf, -inf).view(n, -1)
+    decoded = decoded.nan_to_num_(0, 0, 0).view(n, -1)
     norm = torch.linalg.vector_norm
     zeros = x.count_nonzero(1) - decoded.count_nonzero(1)  # what is 0 stays 0
     beyond = _beyond(fmt, x, scales, outer) if scales is not None else zeros

@@ -1,6 +1,6 @@
 """Draw the figures of the docs from the JSON files in docs/results.
 
-    python examples/reproduce/figures.py [NAME ...]     # h200-mlp, training
+    python examples/reproduce/figures.py [NAME ...]     # h200-mlp, training, h200-ablation
 
 Each PNG carries the digest of its JSON file, so that a figure of other numbers is noticed.
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ COLORS = {
     "fp8": "#009e73",
     "fp8-exact": "#0072b2",
 }
+PALETTE = ("#3c3c3c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MLP_ARMS = ("torchao tensorwise", "thinking-machines", "fp8-exact")
 
 
@@ -77,10 +79,47 @@ def training(result: dict, figure: Any) -> None:
     )
 
 
+def ablation(result: dict, figure: Any) -> None:
+    """Gap of the held-out loss to high precision's by step: mean and range over seeds."""
+    groups: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        groups.setdefault(row["group"], []).append(row["arm"])
+    all_axes = figure.subplots(2, 2, sharex=True).flat
+    base = result["held_out"]["high precision"]
+    for axes, (group, arms) in zip(all_axes, groups.items()):
+        of = group.partition("late switch of ")[2]  # an arm of another group, to start from
+        for arm, color in zip([of] * bool(of) + arms, PALETTE):
+            runs = result["held_out"][arm]
+            steps = sorted(int(step) for step in next(iter(runs.values())))
+            steps = [step for step in steps if 3 * step >= result["config"]["steps"]]
+            gaps = [
+                [1000 * (run[str(step)] - base[seed][str(step)]) for seed, run in runs.items()]
+                for step in steps
+            ]
+            axes.plot(steps, [statistics.fmean(g) for g in gaps], color=color, lw=1.7, label=arm)
+            low, high = ([f(g) for g in gaps] for f in (min, max))
+            axes.fill_between(steps, low, high, color=color, alpha=0.13, lw=0)
+        axes.axhline(0, color="black", lw=1)
+        axes.set_title(group, fontsize=10, loc="left")
+        axes.set_ylim(-25, 105)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=7.5, ncols=2)
+    config, seeds = result["config"], len(base)
+    figure.supxlabel("step", fontsize=9)
+    figure.suptitle(
+        f"Held-out loss above high precision's, nats × 1000; mean and range of {seeds} seeds\n"
+        f"GPT of {config['layers']} blocks of width {config['width']},"
+        f" {config['batch'] * config['context']:,} bytes a step, {config['device']},"
+        f" torch {config['torch'].split('+')[0]}",
+        fontsize=10,
+    )
+
+
 # A figure's name: its JSON file, how it is drawn, its size in inches.
 DRAWN: dict[str, tuple[str, Callable[[dict, Any], None], tuple[float, float]]] = {
     "h200-mlp": ("h200-mlp", mlp, (7.5, 3.6)),
     "training": ("reproduce-train", training, (9, 4)),
+    "h200-ablation": ("h200-ablation", ablation, (10, 7)),
 }
 
 

@@ -87,7 +87,7 @@ def readme_mlp() -> str:
 def kernels() -> str:
     """Milliseconds and percent of a copy's bandwidth, by width."""
     rows = load("h200-kernels")["rows"]
-    widths = sorted({row["k"] for row in rows})
+    widths = sorted({row["k"] for row in rows if row["k"] < 32768})  # that is `article_times`
     cells = {(r["kernel"], r["k"]): f"{r['ms']:.3f}, {r['percent_of_copy']:.0f}" for r in rows}
     found = dict.fromkeys(row["kernel"] for row in rows)
     lines = [[kernel, *(cells.get((kernel, k), "") for k in widths)] for kernel in found]
@@ -295,6 +295,51 @@ def ablation(file: str) -> Callable[[], str]:
     return build
 
 
+def ablated() -> str:
+    """The ablation's gaps: mean and spread over seeds."""
+
+    def nats(values: list[float]) -> str:
+        return ", ".join(f"{1000 * value:.1f}" for value in values)
+
+    rows = [
+        [row["group"], row["arm"], nats([row["mean"]]), nats([row["sd"]]), nats(row["gaps"]),
+         nats([statistics.fmean(row["before"])]) if row["before"] else ""]
+        for row in load("h200-ablation")["rows"]
+    ]  # fmt: skip
+    heads = ("group", "arm", "mean gap", "sd", "by seed", "mean before the switch")
+    return table(heads, rows)
+
+
+def monitor() -> str:
+    """What a monitor adds to a step."""
+    rows = [
+        [f"{r['layers']} × {r['width']}, {r['tokens']:,} tokens", f"{r['run_off_ms']:.1f}",
+         f"{r['run_ms']:.1f}", f"{100 * r['added']:+.1f} %", f"{r['sampled_ms']:.1f}",
+         f"{r['between_ms']:.1f}", f"{100 * r['sample_alone']:.1f} %"]
+        for r in load("h200-monitor")["rows"]
+    ]  # fmt: skip
+    heads = ("GPT", "ms a step, off", "with a sample in 50", "added", "a sampled step, waited for",
+             "any other, waited for", "added at most")  # fmt: skip
+    return table(heads, rows)
+
+
+def article_steps() -> str:
+    """MLPs and steps of `fp4compile verify`, predicted and measured, beside the article's."""
+    rows = [
+        [r["what"], f"{r['ms']:.1f}", f"{r['predicted_ms']:.1f}", times_of(r, "speed"),
+         f"{r['article_ms']:g}" if "article_ms" in r else "", times_of(r, "article_speed")]
+        for r in load("h200-verify-timings")["timings"]
+        if r["table"] in ("mlp", "steps")
+    ]  # fmt: skip
+    heads = ("what", "ms, H200", "predicted", "speed", "ms, article's B200", "speed there")
+    return table(heads, rows)
+
+
+def times_of(row: dict, key: str) -> str:
+    """A speed relative to BF16, where there is one."""
+    return f"{row[key]:.2f} ×" if key in row else ""
+
+
 def article_times() -> str:
     """Times of `fp4compile verify` beside the article's on a B200."""
 
@@ -339,7 +384,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "peers": peers,
     "switched": switched,
     "article-times": article_times,
+    "article-steps": article_steps,
     "late-switch": ablation("cpu-late-switch"),
+    "ablation": ablated,
+    "monitor": monitor,
 }  # fmt: skip
 
 

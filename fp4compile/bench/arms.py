@@ -67,7 +67,7 @@ def _torchao_arms() -> dict[str, Arm]:
 
 
 def gpt_arms() -> dict[str, Arm]:
-    """BF16 first; recipes with their own rules (the last blocks in MXFP8), less memory, attention."""
+    """BF16 first; recipes with their own rules, with smaller pre-activations, attention too."""
     return {
         "bf16": bf16,
         "fp8-exact": fp4("fp8-exact", []),
