@@ -113,6 +113,19 @@ def decode(out: Out = None, width: int = 2048, layers: int = 12) -> None:
 
 @app.command()
 @one_line_errors
+def forward(
+    out: Out = None,
+    widths: Annotated[str, typer.Option(help="widths d, comma separated")] = "2048,4096,8192",
+    tokens: Annotated[int, typer.Option(help="tokens a call")] = 128,
+) -> None:
+    """One MLP's forward pass on few tokens: CUDA graphs, BF16, weights cached or not."""
+    from .bench.decoding import run_forward
+
+    show(run_forward(tuple(int(d) for d in widths.split(",")), tokens), out)
+
+
+@app.command()
+@one_line_errors
 def predict(
     out: Out = None,
     widths: Annotated[str, typer.Option(help="widths d, comma separated")] = "2048,4096,8192",

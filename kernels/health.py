@@ -10,7 +10,7 @@ blocks of 32, from the first value of every block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
@@ -287,17 +287,16 @@ def _cut(term: Any, at: Tensor, columns: bool = False) -> Term:
     """The affine term of some rows, or of some columns, which become rows."""
     acc, row, col, bias = term
     m, n = acc.shape
-    ends = (row, m, 1), (col, n, 0), (bias, n, 0)  # and the axis along which they are alike
     part, *_ = _plain(acc, at, columns)
 
-    def along(t: Tensor | None, size: int, axis: int) -> Tensor | None:
-        if t is None:
+    def spread(t: Tensor | None, size: int, axis: int) -> Tensor | None:
+        if t is None:  # all alike along ``axis``
             return None
         axis = axis ^ columns
         own = t.index_select(0, at) if axis and t.numel() == size else t.clone()
         return own.unsqueeze(axis)
 
-    return part, *(along(*end) for end in ends)
+    return part, spread(row, m, 1), spread(col, n, 0), spread(bias, n, 0)
 
 
 # Figures ------------------------------------------------------------------------------------------
@@ -353,12 +352,18 @@ def _made(all_rows: list[Origin]) -> Tensor:
     rule, act = all_rows[0].rule
     terms = []
     for copies in zip(*(rows.terms for rows in all_rows)):
-        acc, *rest = (None if parts[0] is None else torch.stack(parts) for parts in zip(*copies))
+        acc, *rest = (_stacked(parts) for parts in zip(*copies))
+        assert acc is not None
         terms.append(_affine(acc, *rest))
     made = _RULES[rule](ACTIVATIONS.get(act), *terms)
-    if all_rows[0].fold is not None:
-        made = made * torch.stack([rows.fold for rows in all_rows])
-    return made.flatten(0, 1)
+    fold = _stacked([rows.fold for rows in all_rows])
+    return (made if fold is None else made * fold).flatten(0, 1)
+
+
+def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
+    """Of all copies; None where they have none."""
+    there = [part for part in parts if part is not None]
+    return torch.stack(there) if there else None
 
 
 def _affine(acc: Tensor, row: Tensor | None, col: Tensor | None, bias: Tensor | None) -> Tensor:

@@ -1,6 +1,6 @@
 """Draw the figures of the docs from the JSON files in docs/results.
 
-    python examples/reproduce/figures.py [NAME ...]     # h200-mlp, training, h200-ablation
+    python examples/reproduce/figures.py [NAME ...]     # of `DRAWN`; default: all that have results
 
 Each PNG carries the digest of its JSON file, so that a figure of other numbers is noticed.
 """
@@ -115,11 +115,62 @@ def ablation(result: dict, figure: Any) -> None:
     )
 
 
+def late_switch(result: dict, figure: Any) -> None:
+    """Gaps before the switch and at the end, a line a seed."""
+    axes = figure.subplots()
+    rows = [row for row in result["rows"] if row["before"]]
+    for i, row in enumerate(rows):
+        for before, after in zip(row["before"], row["gaps"]):
+            axes.plot([i - 0.2, i + 0.2], [1000 * before, 1000 * after], "o-", color=PALETTE[1])
+        axes.text(i - 0.2, -1.2, "before", ha="center", fontsize=8)
+        axes.text(i + 0.2, -1.2, "end", ha="center", fontsize=8)
+    axes.set_xticks(range(len(rows)), [row["arm"] for row in rows], fontsize=9)
+    axes.tick_params(axis="x", length=0, pad=10)
+    axes.set_ylim(-2, None)
+    axes.axhline(0, color="black", lw=1)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    config = result["config"]
+    axes.set_title(
+        f"Held-out loss above high precision's, nats × 1000, a line a seed\nGPT of"
+        f" {config['layers']} blocks of width {config['width']}, {config['steps']} steps, CPU",
+        fontsize=10,
+    )
+
+
+def calibrated(result: dict, figure: Any) -> None:
+    """Gap by the number of blocks' parameters that stay in 8 bits, for each way to choose them."""
+    recipes = list(dict.fromkeys(row["recipe"] for row in result["rows"]))
+    looks = {"last blocks": ":", "first blocks": "--", "calibrated": "-"}
+    for axes, recipe in zip(figure.subplots(1, len(recipes), sharey=True), recipes):
+        mine = [row for row in result["rows"] if row["recipe"] == recipe]
+        for color, (choice, style) in zip(PALETTE, looks.items()):
+            by_kept: dict[int, list[float]] = {}
+            for row in mine:
+                if row["choice"] in (choice, "none"):
+                    by_kept.setdefault(row["kept"], []).append(1000 * row["gap"])
+            means = [statistics.fmean(gaps) for gaps in by_kept.values()]
+            axes.plot(list(by_kept), means, style, marker="o", color=color, label=choice)
+        axes.set_title(recipe, fontsize=10, loc="left")
+        axes.set_xticks(range(4))
+        axes.set_xlabel(f"kept in MXFP8, of {result['layers']} blocks' parameters")
+        axes.set_ylim(0, None)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8)
+    seeds = len({row["seed"] for row in result["rows"]})
+    figure.suptitle(
+        f"Held-out loss above FP32's, nats × 1000, mean of {seeds} seeds: GPT of width"
+        f" {result['width']}, 4-bit forward after training",
+        fontsize=10,
+    )
+
+
 # A figure's name: its JSON file, how it is drawn, its size in inches.
 DRAWN: dict[str, tuple[str, Callable[[dict, Any], None], tuple[float, float]]] = {
     "h200-mlp": ("h200-mlp", mlp, (7.5, 3.6)),
     "training": ("reproduce-train", training, (9, 4)),
     "h200-ablation": ("h200-ablation", ablation, (10, 7)),
+    "cpu-late-switch": ("cpu-late-switch", late_switch, (7.5, 3.6)),
+    "cpu-calibrate": ("cpu-calibrate", calibrated, (9, 3.6)),
 }
 
 

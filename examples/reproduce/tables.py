@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results"
-PAGES = ("README.md", "docs/results.md")
+PAGES = ("README.md", "docs/results.md", "docs/policy.md")
 MARKED = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 NAMES = {
@@ -310,6 +310,22 @@ def ablated() -> str:
     return table(heads, rows)
 
 
+def calibrated() -> str:
+    """Gaps of a switched forward pass by the layers that stay in 8 bits, means of seeds."""
+    heads = ("recipe", "kept in MXFP8, of 6 blocks' parameters", "last blocks", "first blocks",
+             "calibrated")  # fmt: skip
+    gaps: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for row in load("cpu-calibrate")["rows"]:
+        of_choice = gaps.setdefault((row["recipe"], row["kept"]), {})
+        of_choice.setdefault(row["choice"], []).append(1000 * row["gap"])
+    rows = []
+    for (recipe, kept), found in gaps.items():
+        chosen = (found.get(head, found.get("none", [])) for head in heads[2:])
+        cells = (f"{statistics.fmean(values):.2f}" for values in chosen)
+        rows.append([name_of(recipe), str(kept or "none"), *cells])
+    return table(heads, rows)
+
+
 def monitor() -> str:
     """What a monitor adds to a step."""
     rows = [
@@ -388,6 +404,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "late-switch": ablation("cpu-late-switch"),
     "ablation": ablated,
     "monitor": monitor,
+    "calibrated": calibrated,
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""One token at a time with a KV cache and CUDA graphs: milliseconds a token of each arm."""
+"""Few tokens with CUDA graphs: a GPT one token at a time with a KV cache, and an MLP's forward."""
 
 from __future__ import annotations
 
@@ -74,14 +74,55 @@ class Decoder(nn.Module):
 
 def arms() -> dict[str, Callable[[nn.Module], Any]]:
     """BF16 first; weights are quantized once and kept."""
-    arms: dict[str, Callable[[nn.Module], Any]] = {
-        "bf16": partial(torch.compile, mode="reduce-overhead")
+    return {
+        "bf16": partial(torch.compile, mode="reduce-overhead"),
+        "fp8-exact": _graphed("fp8-exact", MLP_ONLY),
+        "fp8-exact + attention": _graphed("fp8-exact", ATTENTION),
     }
-    for name, layers in (("fp8-exact", MLP_ONLY), ("fp8-exact + attention", ATTENTION)):
-        policy = Policy.from_dict({"version": 1, "recipe": "fp8-exact", "layers": layers})
-        options = {"policy": policy, "cache_weights": True, "triton.cudagraphs": True}
-        arms[name] = partial(torch.compile, backend="fp4", options=options)
-    return arms
+
+
+def forward_arms() -> dict[str, Callable[[nn.Module], Any]]:
+    """BF16 first; weights quantized at each call, or once and kept."""
+    return {
+        "bf16": partial(torch.compile, mode="reduce-overhead"),
+        "fp8-exact": _graphed("fp8-exact", MLP_ONLY, cache=False),
+        "fp8-exact, cache_weights": _graphed("fp8-exact", MLP_ONLY),
+        "thinking-machines, cache_weights": _graphed("thinking-machines", MLP_ONLY),
+    }
+
+
+def _graphed(
+    recipe: str, layers: list[dict[str, str]], cache: bool = True
+) -> Callable[[nn.Module], Any]:
+    policy = Policy.from_dict({"version": 1, "recipe": recipe, "layers": layers})
+    options = {"policy": policy, "cache_weights": cache, "triton.cudagraphs": True}
+    return partial(torch.compile, backend="fp4", options=options)
+
+
+def forward_step(
+    compile_model: Callable[[nn.Module], Any], d: int, tokens: int
+) -> Callable[[], object]:
+    """The forward pass of a BF16 MLP on x [tokens, d]."""
+    torch.manual_seed(0)
+    compiled = compile_model(MLP(d).to("cuda", torch.bfloat16).eval())
+    x = torch.randn(tokens, d, device="cuda", dtype=torch.bfloat16)
+
+    @torch.no_grad()
+    def step() -> None:
+        torch.compiler.cudagraph_mark_step_begin()
+        compiled(x)
+
+    return step
+
+
+def run_forward(widths: tuple[int, ...] = (2048, 4096, 8192), tokens: int = 128) -> dict:
+    """The table of an MLP's forward pass as a dict."""
+    result = {"bench": "forward", **header(), "tokens": tokens, "rows": []}
+    for d in widths:
+        for name, arm in forward_arms().items():
+            row = measure(partial(forward_step, arm, d, tokens))
+            result["rows"].append({"d": d, "arm": name, **row})
+    return with_ratios(result, "d")
 
 
 def decoding_step(

@@ -52,6 +52,10 @@ def test_figures_are_those_of_the_json_files(name):
         assert png_text(picture)["Source"] == figures.digest(name)
 
 
+def test_every_figure_of_the_docs_is_drawn_from_results():
+    assert {path.stem for path in figures.FIGURES.iterdir()} <= set(figures.DRAWN)
+
+
 def test_formats_lose_what_the_article_says_on_gaussian_data():
     x = torch.randn(512, 512, generator=torch.Generator().manual_seed(0))
     wanted = {"NVFP4": 0.095, "MXFP8": 0.027, "BF16": 0.0017}
