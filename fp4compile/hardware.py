@@ -79,21 +79,19 @@ def engine_of(gpu: Gpu, left: str, right: str, turned: bool, native: bool = True
     return engines.by_capability(*formats, gpu.capability, turned, native).name
 
 
-def state_of(gpu: Gpu, left: str, right: str, turned: bool, engine: str) -> str:
+def state_of(gpu: Gpu, left: str, right: str) -> str:
     """run, compiled or neither."""
     if gpu.run:
         return "run"
     compiled = gpu.capability is not None and architecture(gpu.capability) in ARCHITECTURES
     formats = TensorFormat.parse(left), TensorFormat.parse(right)
     known = all(cuda_operands.supports(fmt) for fmt in formats)
-    # Kernels write stochastic NVFP4 and transposed tiles as BF16 operands only.
-    known = known and not (engine == "fp4" and (formats[0].stochastic or turned))
     return "compiled" if compiled and known else "neither"
 
 
 def _cell(gpu: Gpu, gemm: tuple[str, str, bool], native: bool) -> str:
     engine = engine_of(gpu, *gemm, native)
-    return f"{WORDS[engine]}, {state_of(gpu, *gemm, engine)}"
+    return f"{WORDS[engine]}, {state_of(gpu, *gemm[:2])}"
 
 
 def _table(gpus: tuple[Gpu, ...], native: bool) -> str:

@@ -27,6 +27,7 @@ Columns = _struct(
     "Columns", "x", "fold", "#ld", "#rows", "#cols", "#padded", "#padded_rows", "#chunk", "amax",
     "seed", "#stream", "codes", "scales", "outer", "operand", "sums",
 )  # fmt: skip
+Turned = _struct("Turned", "codes", "scales", "#rows", "#cols", "#padded", "#padded_rows", "out")
 Amax = _struct("Amax", "x", "#rows", "#cols", "#ld", "#wide", "amax")
 Tiles = _struct(
     "Tiles", "x", "#rows", "#cols", "#padded", "#ld", "#wide",

@@ -7,6 +7,7 @@ These are NVFP4 with one outer scale for the tensor (no scale search, no tiles) 
 | `quantize`, `act_quantize`, `glu_quantize` | blocks.cu | rows to codes and operand |
 | `quantize_transposed` | columns.cu | the transpose, rotated or not, to codes |
 | `row_gradient`, `column_gradient` | both | a gradient to an operand of one orientation |
+| `turned_tiles` | turned.cu | saved codes in tiles to the operand of their transpose |
 
 NVFP4 needs the maximum of the tensor that it rounds: a pass before (of the rotated values, of the
 activation), so those are computed twice and stored nowhere. Conventions: `cuda_kernels`.
@@ -17,7 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cuda_arguments import Blocks, Columns, Term
+from . import block_scaled
+from .cuda_arguments import Blocks, Columns, Term, Turned
 from .cuda_kernels import (
     ACTS,
     BIG,
@@ -52,11 +54,31 @@ def knows(fmt: TensorFormat) -> bool:
 
 
 def supports(fmt: TensorFormat, form: str, transpose: bool) -> bool:
-    """Whether ``fmt`` can be written in ``form`` along rows, or of the transpose.
+    """Whether `quantize` can write ``fmt`` in ``form``, or `quantize_transposed` its transpose.
 
-    Only the transpose is rotated.
+    Only the transpose is rotated. Rows for block-scaled tensor cores are `cuda_kernels`'.
     """
-    return knows(fmt) and form in ("none", "bf16") and (transpose or not fmt.rotation)
+    forms = ("none", "bf16", *["fp4"] * (transpose and fmt.format == "nvfp4"))
+    return knows(fmt) and form in forms and (transpose or not fmt.rotation)
+
+
+def supports_gradient(fmt: TensorFormat, form: str, transpose: bool) -> bool:
+    """Whether `row_gradient`, or `column_gradient`, can write ``fmt`` in ``form``."""
+    coded = form == "fp4" and fmt.format == "nvfp4" and knows(fmt)
+    return supports(fmt, form, transpose) or coded and (transpose or not fmt.rotation)
+
+
+def _made(x: Tensor, rows: int, padded: int, form: str) -> Tensor:
+    """Room for an operand of its own."""
+    if form != "fp4":
+        return _operand(x, rows, padded, form)
+    width = padded // 2
+    rows += block_scaled.tail(rows, width, form) if width else 0
+    return x.new_empty((rows, width), dtype=torch.uint8)
+
+
+def _form(form: str) -> int:
+    return FORMS["scales" if form == "fp4" else form]
 
 
 def _padded(n: int, fmt: TensorFormat) -> int:
@@ -104,7 +126,7 @@ def _rows(
     term, dtype, wide = _term(x, keep)
     rows, cols = x[0].shape
     codes, scales, padded = _empty(x[0], rows * with_codes, cols, fmt)
-    operand, factor = _operand(x[0], rows, padded, form), _factor(x[0], fmt)
+    operand, factor = _made(x[0], rows, padded, form), _factor(x[0], fmt)
     if rows * cols == 0:
         return codes, scales, factor, operand
     other = Term()
@@ -120,7 +142,7 @@ def _rows(
         _pointer(scales), _pointer(factor), _pointer(operand), _pointer(seed), stream,
     )  # fmt: skip
     defines = {
-        "XD": dtype, **_numerics(fmt), "CODES": int(with_codes), "OPERAND": FORMS[form],
+        "XD": dtype, **_numerics(fmt), "CODES": int(with_codes), "OPERAND": _form(form),
         "ACT": ACTS[act], "GATED": int(up is not None), "TERM": _parts(x),
         "UP": 0 if up is None else _parts(up), "WIDE": int(wide and cols == padded),
         "BIG": int(rows * padded >= BIG),
@@ -144,11 +166,30 @@ def quantize_transposed(x: Tensor, fmt: TensorFormat, form: str = "none"):
     codes = x.new_empty((cols, padded // 2), dtype=torch.uint8)
     scales = x.new_empty((cols, padded // BLOCK[fmt.format]), dtype=torch.uint8)
     factor = _factor(x, fmt)
+    beside = codes.new_empty(block_scaled.scale_bytes(*scales.shape) if form == "fp4" else 0)
     if rows * cols:
-        _columns(x, None, fmt, {"codes": codes, "scales": scales, "outer": factor}, "none")
+        out = {"codes": codes, "scales": scales, "outer": factor, "operand": beside}
+        _columns(x, None, fmt, out, "none")
+    if form == "fp4":
+        return codes, scales, factor, beside
     if form == "none":
         return codes, scales, factor, _operand(x, 0, 0, form)
     return codes, scales, factor, decode(codes, scales, fmt, padded, form)
+
+
+def turned_tiles(codes: Tensor, scales: Tensor, cols: int) -> Tensor:
+    """The operand of the transpose [cols, R padded to 16] of saved NVFP4 codes in tiles."""
+    codes, scales = codes.contiguous(), scales.contiguous()
+    rows, padded_rows = codes.shape[0], _ceil(codes.shape[0], 16) * 16
+    out = _made(codes, cols, padded_rows, "fp4")
+    arguments = Turned(
+        _pointer(codes), _pointer(scales), rows, cols, 2 * codes.shape[1], padded_rows,
+        _pointer(out),
+    )  # fmt: skip
+    if out.numel():
+        grid = (_ceil(cols, 64), _ceil(padded_rows, 128))
+        _launch("turned.cu", "turn_tiles", {}, arguments, grid, 256, codes.device)
+    return out
 
 
 def _columns(
@@ -163,6 +204,7 @@ def _columns(
     pairs = x.data_ptr() % (2 * size) == 0 and x.stride(0) % 2 == 0 and cols % 2 == 0
     fold = None if fold is None else fold.float().contiguous()
     tile = 8 // COLUMNS_ACROSS * (32 if form == "bf16" else 128)
+    beside = form == "none" and "operand" in out and out["operand"].numel() > 0
     across = _ceil(cols, 64 * COLUMNS_ACROSS)
     chunk = min(1024, max(1, _ceil(rows * across // WAVES, tile)) * tile)
     grid = (across, _ceil(rows, chunk))
@@ -178,7 +220,8 @@ def _columns(
         _pointer(part),
     )  # fmt: skip
     defines = {
-        "XD": DTYPES[x.dtype], **_numerics(fmt), "ROT": fmt.rotation or 0, "FORM": FORMS[form],
+        "XD": DTYPES[x.dtype], **_numerics(fmt), "ROT": fmt.rotation or 0, "FORM": _form(form),
+        "SWIZZLE": int(beside),
         "FOLD": int(fold is not None), "SUMS": int(sums), "ALIGNED": int(pairs),
         "BIG": int(max(rows * padded, cols * padded_rows) >= BIG), "ACROSS": COLUMNS_ACROSS,
     }  # fmt: skip
@@ -212,7 +255,7 @@ def column_gradient(
     """
     rows, cols = g.shape
     factor = _factor(g, fmt)
-    operand = _operand(g, cols, _padded(rows, fmt), form)
+    operand = _made(g, cols, _padded(rows, fmt), form)
     total = g.new_zeros(cols if sums else 0, dtype=torch.float32)
     if rows * cols == 0:
         return operand, factor, total

@@ -74,7 +74,9 @@ def decode_operand(
     codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int, form: str, transpose: bool
 ) -> Tensor:
     """The operand of saved codes; transposed: [cols, R padded to the block with zeros]."""
-    if form in (REFERENCE_FORM, "fp4"):
+    if form == "fp4":  # tiles, transposed
+        return cuda_fourbit.turned_tiles(codes, scales, cols)
+    if form == REFERENCE_FORM:
         return fallback.decode_operand(codes, scales, fmt, cols, form, transpose)
     return cuda_kernels.decode(codes, scales, fmt, cols, form, transpose)
 
@@ -119,7 +121,7 @@ def _side(fmt: TensorFormat | None, form: str, transpose: bool) -> ModuleType | 
     """The module that writes one orientation of a gradient; None where it is absent."""
     if fmt is None:
         return None
-    if cuda_fourbit.supports(fmt, form, transpose):
+    if cuda_fourbit.supports_gradient(fmt, form, transpose):
         return cuda_fourbit
     return cuda_kernels if cuda_kernels.supports_gradient(fmt, form) else fallback
 
@@ -134,13 +136,13 @@ def _each_side(
     d, w = ([g.new_empty(0, dtype=torch.float32) for _ in range(2)] for _ in range(2))
     rest, known = (seed, stream), (row_amax, col_amax)
     sums = g.new_empty(0, dtype=torch.float32)
-    if wgrad is not None and cuda_fourbit.supports(wgrad, form_w, True):
+    if wgrad is not None and cuda_fourbit.supports_gradient(wgrad, form_w, True):
         *w, sums = cuda_fourbit.column_gradient(g, fold, wgrad, form_w, bias_grad, *rest)
     elif wgrad is not None:
         _, _, *w, sums = cuda_kernels.quantize_grad(
             g, fold, None, wgrad, "none", form_w, bias_grad, *rest, *known
         )
-    if dgrad is not None and cuda_fourbit.supports(dgrad, form_d, False):
+    if dgrad is not None and cuda_fourbit.supports_gradient(dgrad, form_d, False):
         d = list(cuda_fourbit.row_gradient(g, dgrad, form_d, *rest))
     elif dgrad is not None:
         d = list(

@@ -56,14 +56,19 @@ def variants(
          "TERM": 0, "UP": 0, "WIDE": 1, "BIG": 0}
         for mx in (0, 1) for sr in (0, 1)
     ]  # fmt: skip
+    blocks += [{**blocks[1], "OPERAND": 3}] * block_scaled
     columns = [
-        {"XD": 1, "MX": mx, "SR": sr, "ROT": rotation, "FORM": 2 * sr, "FOLD": 0, "SUMS": sums,
-         "ALIGNED": 1, "BIG": 0, "ACROSS": cuda_fourbit.COLUMNS_ACROSS}
+        {"XD": 1, "MX": mx, "SR": sr, "ROT": rotation, "FORM": 2 * sr, "SWIZZLE": 0, "FOLD": 0,
+         "SUMS": sums, "ALIGNED": 1, "BIG": 0, "ACROSS": cuda_fourbit.COLUMNS_ACROSS}
         for mx, rotation in ((0, 16), (1, 32), (1, 0)) for sr, sums in ((0, 0), (1, 0), (1, 1))
     ]  # fmt: skip
+    columns += [
+        {**kind, "FORM": 3 * kind["SR"], "SWIZZLE": 1 - kind["SR"]} for kind in columns[:3]
+    ] * block_scaled
     groups = {
         "rows.cu": rows, "tensors.cu": tensors, "hidden.cu": hidden, "gradient.cu": gradients,
         "transposes.cu": transposes, "blocks.cu": blocks, "columns.cu": columns, "fp8.cu": _fp8(),
+        "turned.cu": [{}] * block_scaled,
     }  # fmt: skip
     return [(file, defines) for file, group in groups.items() for defines in group]
 

@@ -1,6 +1,7 @@
 // 4-bit formats along rows (fourbit.cuh): a matrix, an activation of terms or a gradient to codes,
-// scales and the BF16 operand a GEMM reads.
-//   XD dtype (Dtype) · MX, SR see fourbit.cuh · CODES 0/1 · OPERAND (Form), NONE or BF16_FORM
+// scales and the operand a GEMM reads.
+//   XD dtype (Dtype) · MX, SR see fourbit.cuh · CODES 0/1 · OPERAND (Form): NONE, BF16_FORM the values,
+//   SCALES_FORM the codes, and swizzled behind them the scales
 //   ACT (Act) · GATED 0/1 · TERM, UP parts of the terms (TermParts)
 //   WIDE 1: rows are whole blocks on 16-byte boundaries · BIG 1: 2^32 groups of random bits or more
 // Grid: 2^shift threads of a CTA side by side, eight columns each, and as many CTAs as the columns need;
@@ -21,6 +22,7 @@ struct Blocks {
   i64 stream;
 };
 
+constexpr bool TAIL = OPERAND == SCALES_FORM;
 constexpr bool SAME = !ACT && !GATED && !TERM;  // the tensor itself is quantized
 constexpr u32 THREADS = 256;
 constexpr u32 AHEAD = (XD == F32 ? 2 : 4) / (1 + GATED);  // rows of a thread that are read ahead
@@ -129,6 +131,12 @@ extern "C" __global__ void __launch_bounds__(256, GATED ? 3 : 4) quantize_blocks
   const Whole t = whole_of(MX ? 0u : *a.amax, table);
   const Place8 p = place8(a);
   if (!MX && blockIdx.x + blockIdx.y + threadIdx.x == 0) *a.outer = t.outer;
+  u8* const tail = static_cast<u8*>(a.operand) + (u64)a.rows * (u64)a.padded / 2;
+  const u32 across = tiles_across((u32)a.padded / LENGTH);
+  if (TAIL)
+    pad_swizzled(tail, (u32)a.rows, (u32)a.padded / LENGTH,
+                 (blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x,
+                 gridDim.x * gridDim.y * blockDim.x);
 #if SR && !BIG
   const Cipher key = cipher(*a.seed, (u32)a.stream);
 #endif
@@ -146,16 +154,23 @@ extern "C" __global__ void __launch_bounds__(256, GATED ? 3 : 4) quantize_blocks
     const u32 group = (u32)(at / 8);
     philox<1>(key, &group, &words);
 #endif
-    const uint4 value =
-        stochastic_values(v, b, [&](int i) { return rounding_bits(words, (u32)i); });
+    const auto rounding = [&](int i) { return rounding_bits(words, (u32)i); };
+    const u32 codes = TAIL ? stochastic_codes(v, b, rounding) : 0u;
+    const uint4 value = TAIL ? make_uint4(0, 0, 0, 0) : stochastic_values(v, b, rounding);
 #else
     float q[8];
     nearest8(v, b, q);
     if (CODES && stored) *reinterpret_cast<u32*>(a.codes + at / 2) = codes8(q, v, b);
-    const uint4 value = nearest_values(q, v, b);
+    const u32 codes = TAIL ? codes8(q, v, b) : 0u;
+    const uint4 value = TAIL ? make_uint4(0, 0, 0, 0) : nearest_values(q, v, b);
 #endif
     if (CODES && stored && p.column % LENGTH == 0) a.scales[at / LENGTH] = (u8)b.byte;
     if (OPERAND == BF16_FORM)
       store_if(static_cast<u16*>(a.operand) + at, value, stored);
+    if (TAIL && stored) {
+      *reinterpret_cast<u32*>(static_cast<u8*>(a.operand) + at / 2) = codes;
+      if (p.column % LENGTH == 0)
+        tail[swizzled_at((u32)row, (u32)p.column / LENGTH, across)] = (u8)b.byte;
+    }
   });
 }

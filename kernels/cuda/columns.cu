@@ -1,7 +1,9 @@
 // 4-bit formats along columns (fourbit.cuh): the transpose of a matrix or gradient, its rows rotated if
-// wanted, to codes and scales or to the BF16 operand a GEMM reads.
+// wanted, to codes and scales or to the operand a GEMM reads.
 //   XD dtype (Dtype) · MX, SR see fourbit.cuh · ROT 0, 16, 32 · FORM (Form): NONE codes and scales,
-//   BF16_FORM the operand · FOLD, SUMS 0/1 · ALIGNED 1: pairs of columns are whole, on their boundaries
+//   BF16_FORM the operand's values, SCALES_FORM its codes, and swizzled behind them the scales
+//   SWIZZLE 1: with NONE, the scales swizzled too, in the operand's place
+//   FOLD, SUMS 0/1 · ALIGNED 1: pairs of columns are whole, on their boundaries
 //   BIG 1: 2^32 groups of random bits or more · ACROSS warps of a CTA side by side over columns, of 8
 // Grids: (column tiles, row chunks). A thread has two columns and STEP rows, whose blocks and groups of
 // rotation are all its own; a warp turns tiles of 64 columns, of 64 bytes each. Column sums are of
@@ -25,7 +27,8 @@ struct Columns {
 
 constexpr u32 WARPS = 8, DOWN = WARPS / ACROSS;
 constexpr u32 STEP = MX || ROT == 32 ? 32 : 16;     // rows of a thread at a time
-constexpr u32 SPAN = FORM == BF16_FORM ? 32 : 128;  // rows of a tile: 64 bytes of a column
+constexpr bool CODED = FORM != BF16_FORM;
+constexpr u32 SPAN = CODED ? 128 : 32;  // rows of a tile: 64 bytes of a column
 constexpr bool AHEAD = STEP == 16 && XD != F32;     // the next rows are read before these are done
 
 // ---- two columns of a row ---------------------------------------------------------------------
@@ -244,7 +247,7 @@ FP4_UNROLL
 FP4_UNROLL
       for (u32 r = 0; r < LENGTH; ++r) largest = max_magnitude(largest, v[first + r]);
       const Block b = block_of(t, table, bits(largest));
-      if (FORM == NONE) tile.scales[(2 * l.lane + j) * TILE_SCALES + (at + first) / LENGTH] = (u8)b.byte;
+      if (CODED) tile.scales[(2 * l.lane + j) * TILE_SCALES + (at + first) / LENGTH] = (u8)b.byte;
 FP4_UNROLL
       for (u32 r = first; r < first + LENGTH; r += 8) {
         const float* x = v + r;
@@ -253,17 +256,19 @@ FP4_UNROLL
           if (ROT) return rounding_bits(by_column[r / 8], (u32)i);
           return select_bytes(by_row[ROT ? 0 : r + i], 0x80u, j ? 0x5324u : 0x5104u);
         };
-        const uint4 value = stochastic_values(x, b, rounding);
+        const uint4 value = CODED ? make_uint4(0, 0, 0, 0) : stochastic_values(x, b, rounding);
+        const u32 codes = CODED ? stochastic_codes(x, b, rounding) : 0u;
 #else
         float q[8];
         nearest8(x, b, q);
-        const uint4 value = FORM == BF16_FORM ? nearest_values(q, x, b) : make_uint4(0, 0, 0, 0);
-        if (FORM == NONE) {
-          const u32 chunk = tile_chunk(2 * l.lane + j, (at + r) / 32, l.lane % 8);
-          reinterpret_cast<u32*>(tile.chunks + chunk)[(at + r) / 8 % 4] = codes8(q, x, b);
-        }
+        const uint4 value = CODED ? make_uint4(0, 0, 0, 0) : nearest_values(q, x, b);
+        const u32 codes = CODED ? codes8(q, x, b) : 0u;
 #endif
-        if (FORM == BF16_FORM)
+        if (CODED) {
+          const u32 chunk = tile_chunk(2 * l.lane + j, (at + r) / 32, l.lane % 8);
+          reinterpret_cast<u32*>(tile.chunks + chunk)[(at + r) / 8 % 4] = codes;
+        }
+        if (!CODED)
           tile.chunks[tile_chunk(2 * l.lane + j, (at + r) / 8, l.lane % 8)] = value;
       }
     }
@@ -272,12 +277,12 @@ FP4_UNROLL
 
 // The tile to memory: four threads a column.
 FP4_D void store_chunks(const Columns& a, const Lane& l, u32 m0, const uint4* chunks) {
-  constexpr u32 ROWS = FORM == BF16_FORM ? 8 : 32;  // of a chunk
+  constexpr u32 ROWS = CODED ? 32 : 8;  // of a chunk
   const u32 chunk = l.lane % 4, m = m0 + chunk * ROWS, end = (u32)a.padded_rows;
   const u64 stride = (u64)end * 16 / ROWS;  // bytes of a column
-  u8* out = (FORM == BF16_FORM ? static_cast<u8*>(a.operand) : a.codes) +
+  u8* out = (FORM == NONE ? a.codes : static_cast<u8*>(a.operand)) +
             (l.n0 + l.lane / 4) * stride + (u64)m * 16 / ROWS;
-  const bool halves = FORM == NONE && end % 32;  // a column's codes are not on 16-byte boundaries
+  const bool halves = CODED && end % 32;  // a column's codes are not on 16-byte boundaries
 FP4_UNROLL
   for (u32 i = 0; i < 8; ++i) {
     const u32 column = i * 8 + l.lane / 4;
@@ -290,6 +295,23 @@ FP4_UNROLL
       store_if(out, q, exists);
     }
     out += 8 * stride;
+  }
+}
+
+FP4_D u8* swizzled(const Columns& a) {
+  const u64 codes = FORM == NONE ? 0 : (u64)a.cols * (u64)a.padded_rows / 2;
+  return static_cast<u8*>(a.operand) + codes;
+}
+
+// Two columns a thread, the scales of a tile's rows.
+FP4_D void store_swizzled(const Columns& a, const Lane& l, u32 m0, const u8* scales) {
+  const u32 count = (u32)a.padded_rows / LENGTH, place = m0 / LENGTH;
+FP4_UNROLL
+  for (u32 j = 0; j < 2; ++j) {
+    if (l.valid <= j) continue;
+    const u8* from = scales + (2 * l.lane + j) * TILE_SCALES;
+    for (u32 k = 0; k < TILE_SCALES && place + k < count; ++k)
+      swizzled(a)[swizzled_at(l.n + j, place + k, tiles_across(count))] = from[k];
   }
 }
 
@@ -312,7 +334,7 @@ FP4_UNROLL
 
 extern "C" __global__ void __launch_bounds__(256, 2) quantize_columns(Columns a) {
   __shared__ uint4 chunks[WARPS][256];
-  __shared__ uint2 tile_scales[WARPS][FORM == NONE ? 8 * TILE_SCALES : 1];
+  __shared__ uint2 tile_scales[WARPS][CODED ? 8 * TILE_SCALES : 1];
   __shared__ uint2 table[SCALES];
   __shared__ float part[SUMS ? DOWN : 1][SUMS ? ACROSS * 64 : 1];
   const u32 warp = threadIdx.x / 32;
@@ -324,6 +346,10 @@ extern "C" __global__ void __launch_bounds__(256, 2) quantize_columns(Columns a)
 #if SR
   key = cipher(*a.seed, (u32)a.stream);
 #endif
+  if (FORM == SCALES_FORM || SWIZZLE)
+    pad_swizzled(swizzled(a), (u32)a.cols, (u32)a.padded_rows / LENGTH,
+                 (blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x,
+                 gridDim.x * gridDim.y * blockDim.x);
   const u32 first = blockIdx.y * (u32)a.chunk + warp / ACROSS * SPAN;
   const u32 last = min_u((blockIdx.y + 1) * (u32)a.chunk, (u32)a.padded_rows);
   float sum[2] = {0.0f, 0.0f};
@@ -344,6 +370,7 @@ FP4_UNROLL
     __syncwarp();
     store_chunks(a, l, m0, tile.chunks);
     if (FORM == NONE) store_scales(a, l, m0, tile.scales);
+    if (FORM == SCALES_FORM || SWIZZLE) store_swizzled(a, l, m0, tile.scales);
     __syncwarp();
   }
   if (!SUMS) return;

@@ -104,6 +104,18 @@ FP4_UNROLL
 // are rounded up, and what S, outer and inverse are off by lifts an element over 6 by less than the 32
 // units in the last place that the largest draw lacks to carry into the next code.
 template <class Rounding>
+FP4_D u32 stochastic_codes(const float* x, const Block& b, const Rounding& rounding) {
+  u32 codes = 0;
+FP4_UNROLL
+  for (int i = 0; i < 8; ++i) {
+    const u32 up = bits(mul(mul(x[i], b.inverse), 0x1p-126f)) + (rounding(i) >> 2);
+    codes |= (up >> 22 & 7u | up >> 28 & 8u) << 4 * i;
+  }
+  return codes & b.mask;
+}
+
+// The values of these codes.
+template <class Rounding>
 FP4_D uint4 stochastic_values(const float* x, const Block& b, const Rounding& rounding) {
   const u32 mask = b.mask & 0xffc0ffc0u;
   u32 up[8], out[4];

@@ -17,6 +17,7 @@ KERNELS = {
     "columns.cu": {"columns_amax": "Columns", "quantize_columns": "Columns"},
     "tensors.cu": {"tensor_amax": "Amax", "quantize_tiles": "Tiles", "add_chunks": "Sums"},
     "fp8.cu": {"quantize_fp8": "Fp8"},
+    "turned.cu": {"turn_tiles": "Turned"},
     "hidden.cu": {"hidden_gradient": "Hidden"},
     "gradient.cu": {
         "gradient_amax": "Gradient",

@@ -143,6 +143,13 @@ def check_poisoned(device) -> None:
         check_act_grad("silu", True, torch.float32, device)
 
 
+# With block-scaled tensor cores.
+CODED_GRADIENTS = [
+    ("nvfp4:tensor:sr", "nvfp4:tensor:sr:had16"), ("nvfp4:tensor:sr", "nvfp4:tensor:sr"),
+    ("nvfp4:tensor", "nvfp4:tensor:had32"),
+]  # fmt: skip
+
+
 def seed(device) -> torch.Tensor:
     return torch.tensor(-0x1234_5678_9ABC, device=device)
 
@@ -194,7 +201,8 @@ def written(operand: torch.Tensor, rows: int, fmt: TensorFormat | None, form: st
     """What a kernel writes of an operand: the last row of scales behind it may be longer."""
     if fmt is None or not block_scaled.has_tail(fmt, form):
         return operand
-    size = rows * operand.shape[1] + block_scaled.scale_bytes(rows, operand.shape[1] // 32)
+    blocks = operand.shape[1] * block_scaled.ELEMENTS[form] // block_scaled.BLOCK[form]
+    size = rows * operand.shape[1] + block_scaled.scale_bytes(rows, blocks)
     return operand.flatten()[:size]
 
 
@@ -281,13 +289,16 @@ def check_transposed(text: str, x: torch.Tensor, form: str = "none") -> None:
     assert_same(got, wanted(x.t(), fmt, form))
 
 
-def check_four_bit_gradient(dgrad, wgrad, g: torch.Tensor, fold, sums: bool = False):
+def check_four_bit_gradient(dgrad, wgrad, g: torch.Tensor, fold, sums: bool = False, form="bf16"):
     """Both orientations are the reference's; returns all five results."""
     formats = [t and TensorFormat.parse(t) for t in (dgrad, wgrad)]
-    sides = [cuda_operands._side(f, "bf16", bool(i)) for i, f in enumerate(formats)]
+    sides = [cuda_operands._side(f, form, bool(i)) for i, f in enumerate(formats)]
     assert cuda_fourbit in sides and fallback not in sides
-    arguments = (g, fold, *formats, "bf16", "bf16", sums, seed(g.device), STREAM)
-    got, want = (m.gradient_operands(*arguments) for m in (cuda_operands, fallback))
+    arguments = (g, fold, *formats, form, form, sums, seed(g.device), STREAM)
+    got, want = ([*m.gradient_operands(*arguments)] for m in (cuda_operands, fallback))
+    for results in (got, want):
+        for i in (0, 2):
+            results[i] = written(results[i], g.shape[i // 2], formats[i // 2], form)
     assert_same(got[:4], want[:4])
     torch.testing.assert_close(got[4], want[4], equal_nan=True, rtol=1e-4, atol=1e-2)
     return got

@@ -57,17 +57,17 @@ SAMPLE = (
     (
         "columns.cu",
         {"XD": 1, "MX": 0, "SR": 0, "ROT": 16, "FORM": 0, "FOLD": 0, "SUMS": 0, "ALIGNED": 1,
-         "BIG": 0, "ACROSS": 2},
+         "SWIZZLE": 0, "BIG": 0, "ACROSS": 2},
     ),
     (
         "columns.cu",
         {"XD": 1, "MX": 0, "SR": 1, "ROT": 16, "FORM": 2, "FOLD": 0, "SUMS": 1, "ALIGNED": 1,
-         "BIG": 0, "ACROSS": 2},
+         "SWIZZLE": 0, "BIG": 0, "ACROSS": 2},
     ),
     (
         "columns.cu",
         {"XD": 1, "MX": 1, "SR": 1, "ROT": 32, "FORM": 2, "FOLD": 0, "SUMS": 0, "ALIGNED": 1,
-         "BIG": 0, "ACROSS": 2},
+         "SWIZZLE": 0, "BIG": 0, "ACROSS": 2},
     ),
     ("tensors.cu", {"XD": 1, "OPERAND": 2}),
     (
@@ -127,6 +127,20 @@ SCALED_SAMPLE = (
          "DSR": 1, "WSR": 1, "ALIGNED": 1, "BIG": 0, "ACROSS": 2},
     ),
     ("transposes.cu", {"SOURCE": 0, "FORM": 3, "MODE": 2, "SR": 1, "FACTOR": 1, "BIG": 0, "ACROSS": 1}),
+    (
+        "blocks.cu",
+        {"XD": 1, "MX": 0, "SR": 1, "CODES": 0, "OPERAND": 3, "ACT": 0, "GATED": 0, "TERM": 0,
+         "UP": 0, "WIDE": 1, "BIG": 0},
+    ),
+    *(
+        (
+            "columns.cu",
+            {"XD": 1, "MX": 0, "SR": sr, "ROT": 16, "FORM": form, "SWIZZLE": 1 - sr, "FOLD": 0,
+             "SUMS": sr, "ALIGNED": 1, "BIG": 0, "ACROSS": 2},
+        )
+        for sr, form in ((1, 3), (0, 0))
+    ),
+    ("turned.cu", {}),
 )
 BLACKWELL = cuda_variants.BLOCK_SCALED
 # Conversions in machine code: what the disassembler calls them.

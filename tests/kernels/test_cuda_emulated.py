@@ -10,7 +10,14 @@ import emulated
 import kernel_cases as cases
 import pytest
 import torch
-from fp4compile.kernels import cuda_fourbit, cuda_kernels, cuda_loader, native_library
+from fp4compile.kernels import (
+    cuda_fourbit,
+    cuda_kernels,
+    cuda_loader,
+    cuda_operands,
+    fallback,
+    native_library,
+)
 from fp4compile.kernels.formats import TensorFormat
 
 pytestmark = pytest.mark.skipif(native_library.compiler() is None, reason="no C++ compiler")
@@ -56,6 +63,34 @@ def test_four_bit_gradient(dgrad: str | None, wgrad: str | None, order) -> None:
     for rows, cols in FEW[1:]:
         g = cases.matrix(rows, cols, torch.bfloat16, CPU)
         cases.check_four_bit_gradient(dgrad, wgrad, g, None, True)
+
+
+@pytest.mark.parametrize(("dgrad", "wgrad"), cases.CODED_GRADIENTS)
+def test_four_bit_gradients_for_block_scaled_tensor_cores(dgrad: str, wgrad: str, order) -> None:
+    for rows, cols in (*FEW[:2], (150, 272)):
+        for nonfinite in (False, True)[: 1 + (rows == 37)]:
+            g = cases.matrix(rows, cols, torch.bfloat16, CPU, nonfinite)
+            fold = cases.matrix(rows, 1, torch.float32, CPU)[:, 0] if rows == 70 else None
+            cases.check_four_bit_gradient(dgrad, wgrad, g, fold, True, "fp4")
+
+
+def test_turned_tiles_for_block_scaled_tensor_cores(order) -> None:
+    fmt = TensorFormat.parse("nvfp4:tensor:tile")
+    for rows, cols in [*FEW, (33, 2), (150, 144), (130, 272), (0, 2)]:
+        x = cases.matrix(rows, cols, torch.bfloat16, CPU)
+        codes, scales, *_ = fallback.quantize_operand(x, fmt, "none", False)
+        given = (codes, scales, fmt, cols, "fp4", True)
+        got, want = (
+            cases.written(m.decode_operand(*given), cols, fmt, "fp4")
+            for m in (cuda_operands, fallback)
+        )
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("text", ["nvfp4:tensor:had16", "nvfp4:tensor"])
+def test_transposed_for_block_scaled_tensor_cores(text: str, order) -> None:
+    for rows, cols in [*FEW, (33, 2), (150, 144), (0, 2)]:
+        cases.check_transposed(text, cases.matrix(rows, cols, torch.bfloat16, CPU, cols == 144), "fp4")
 
 
 def test_other_four_bit_gradients() -> None:
