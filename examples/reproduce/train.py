@@ -57,7 +57,7 @@ class Run:
         starts = text_data.random_starts(text, size["batch"], size["context"], self.draw)
         tokens, targets = text_data.windows(text, starts, size["context"], device)
         for group in self.optimizer.param_groups:
-            group["lr"] = train_gpt.learning_rate(step, self.args.steps, size["lr"])
+            group["lr"] = learning_rate(step, self.args.steps, size["lr"])
         synchronize(device)
         began = time.perf_counter()
         with train_gpt.autocast(device):
@@ -134,6 +134,11 @@ class Run:
         return self.evaluate(text, torch.compile(self.model, backend="fp4", options=options))
 
 
+def learning_rate(step: int, steps: int, top: float) -> float:
+    """A rise over a tenth of the steps, constant, and a straight line to zero over three tenths."""
+    return top * min((step + 1) / max(steps // 10, 1), 1.0, (steps - step) / (0.3 * steps))
+
+
 def synchronize(device: str) -> None:
     """Wait for the device."""
     if device == "cuda":
@@ -179,7 +184,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", choices=ARMS, metavar="NAME", help=", ".join(ARMS))
     parser.add_argument("--peers", action="store_true", help="the peers' arms")
     parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--minutes", type=float, default=9, help="then stop; call again to go on")
     parser.add_argument("--runs", type=Path, default=Path("runs/reproduce"))
     for name in ("layers", "width", "heads", "context", "batch"):
