@@ -22,7 +22,9 @@ FOUR_BIT = (
     "nvfp4:tensor", "nvfp4:tensor:had16", "mxfp4", "mxfp4:had32", "nvfp4:tensor:sr", "mxfp4:sr",
     "nvfp4:tensor:sr:had16", "mxfp4:sr:had32",
 )  # fmt: skip
-GRADIENTS = (("mxfp8:row:sr", "e4m3"), ("mxfp8:32:sr", "bf16"))
+GRADIENTS = (
+    ("mxfp8:row:sr", "e4m3"), ("mxfp8:32:sr", "bf16"), ("mxfp8:row", "e4m3"), ("mxfp8:32", "bf16"),
+)  # fmt: skip
 
 
 def run(m: int, n: int, dtype: torch.dtype) -> None:
@@ -40,17 +42,22 @@ def run(m: int, n: int, dtype: torch.dtype) -> None:
             k.requantize(
                 codes, scales, factor, fmt, n, TensorFormat.parse(target), target_form, seed, 1
             )
+        if "tile" in text:
+            four.turned_tiles(codes, scales, n)
         if "row" in text:
             k.act_quantize(term, "gelu", fmt, form)
             k.glu_quantize(term, other, "silu", fmt, form)
     for text in FOUR_BIT:
         fmt = TensorFormat.parse(text)
-        four.column_gradient(x, row, fmt, "bf16", True, seed, 1)
-        if not fmt.rotation:
-            four.row_gradient(x, fmt, "bf16", seed, 1)
+        for form in ("bf16", *["fp4"] * (fmt.format == "nvfp4")):
+            four.column_gradient(x, row, fmt, form, True, seed, 1)
+            if not fmt.rotation:
+                four.row_gradient(x, fmt, form, seed, 1)
         if fmt.stochastic:
             continue
         four.quantize_transposed(x, fmt, "bf16")
+        if fmt.format == "nvfp4":
+            four.quantize_transposed(x, fmt, "fp4")
         if not fmt.rotation:
             four.act_quantize(term, "gelu", fmt, "bf16")
             four.glu_quantize(term, other, "silu", fmt, "none")

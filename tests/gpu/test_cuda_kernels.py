@@ -56,6 +56,16 @@ def test_four_bit_gradient(dgrad: str | None, wgrad: str | None, dtype: torch.dt
         cases.check_four_bit_gradient(dgrad, wgrad, g, fold)
 
 
+@pytest.mark.parametrize(("dgrad", "wgrad"), cases.CODED_GRADIENTS)
+def test_operands_for_block_scaled_tensor_cores(dgrad: str, wgrad: str) -> None:
+    for rows, cols in (*SHAPES, (5000, 384)):
+        x = cases.matrix(rows, cols, torch.bfloat16, GPU, rows == 300)
+        fold = torch.rand(rows, device=GPU) + 0.5
+        cases.check_four_bit_gradient(dgrad, wgrad, x, fold, True, "fp4")
+        cases.check_transposed("nvfp4:tensor:had16", x, "fp4")
+        cases.check_turned(x)
+
+
 def test_rows_with_strides() -> None:
     x = cases.matrix(300, 1040, torch.bfloat16, GPU)
     for view in (x[:, 1:], x.t(), x[::2], x[:1].expand(40, 1040), x[:, :-3], x[1:, 8:]):

@@ -289,6 +289,17 @@ def check_transposed(text: str, x: torch.Tensor, form: str = "none") -> None:
     assert_same(got, wanted(x.t(), fmt, form))
 
 
+def check_turned(x: torch.Tensor) -> None:
+    """A tensor in tiles, saved along rows, as the operand of its transpose."""
+    fmt, cols = TensorFormat.parse("nvfp4:tensor:tile"), x.shape[1]
+    codes, scales, *_ = fallback.quantize_operand(x, fmt, "none", False)
+    given = (codes, scales, fmt, cols, "fp4", True)
+    got, want = (
+        written(m.decode_operand(*given), cols, fmt, "fp4") for m in (cuda_operands, fallback)
+    )
+    assert_same([got], [want])
+
+
 def check_four_bit_gradient(dgrad, wgrad, g: torch.Tensor, fold, sums: bool = False, form="bf16"):
     """Both orientations are the reference's; returns all five results."""
     formats = [t and TensorFormat.parse(t) for t in (dgrad, wgrad)]
