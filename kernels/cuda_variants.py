@@ -65,7 +65,7 @@ def variants(
     columns += [
         {**kind, "FORM": 3 * kind["SR"], "SWIZZLE": 1 - kind["SR"]} for kind in columns[:3]
     ] * block_scaled
-    groups = {
+    groups: dict[str, list[dict[str, int]]] = {
         "rows.cu": rows, "tensors.cu": tensors, "hidden.cu": hidden, "gradient.cu": gradients,
         "transposes.cu": transposes, "blocks.cu": blocks, "columns.cu": columns, "fp8.cu": _fp8(),
         "turned.cu": [{}] * block_scaled,
