@@ -73,6 +73,11 @@ def load_arms(path: Path) -> list[dict]:
     return arms
 
 
+def asked(arm: dict) -> dict:
+    """What decides an arm's runs, for the file of runs."""
+    return {"policy": arm["policy"], "perturb": arm["perturb"]}
+
+
 def evaluations(arms: list[dict], steps: int) -> list[int]:
     """Steps after which every arm is evaluated: even shares, and where a phase begins."""
     points = {round(steps * i / POINTS) for i in range(1, POINTS + 1)}
@@ -125,7 +130,8 @@ def train(arm: dict, seed: int, size: dict, options: dict, points: list[int]) ->
             held_out[step + 1] = run.evaluate(held, FINAL_BATCHES if last else CURVE_BATCHES, size)
     quantized = fp4.explain(model).rewritten if policy else []
     return {
-        "arm": arm["name"], "seed": seed, "held_out": held_out, "train_loss": run.losses,
+        "arm": arm["name"], "seed": seed, "asked": asked(arm),
+        "held_out": held_out, "train_loss": run.losses,
         "seconds": round(time.time() - began, 1), "steps_per_second": run.steps_per_second,
         "quantized": [row.fqn for row in quantized],
     }  # fmt: skip
@@ -373,6 +379,12 @@ def run(args: argparse.Namespace) -> list[dict]:
     config = {**size, "device": gpu, "compiler": args.compiler, "data": args.data}
     config["torch"] = torch.__version__
     done = resume(args, config)
+    now = {arm["name"]: asked(arm) for arm in arms}
+    for each in done:
+        if each.get("asked", now.get(each["arm"])) != now.get(each["arm"], each.get("asked")):
+            raise text_data.DataError(
+                f"{args.out} holds runs of arm {each['arm']!r} with another policy; use --out"
+            )
     size = {key: config[key] for key in size}
     if not args.draw:
         make_runs(arms, args, size, done)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import dynamo
-from .blocks import linears, unwrap
+from .blocks import as_before, linears, unwrap
 from .kernels.errors import InputError, PrecisionWarning
 from .kernels.formats import Scheme
 from .policy import Policy
@@ -81,7 +81,8 @@ def bisect(
 
     ``loss(model)`` returns a scalar from fixed data; it is called with a compiled ``model`` under
     ``torch.manual_seed(seed)``, 2 + 3 times the number of quantized linears. Rows come in the order
-    of their effect on the loss. Nothing of the model is changed, gradients and stamps included;
+    of their effect on the loss. Nothing of the model is changed, gradients, buffers and stamps
+    included, nor a random state;
     graphs run eagerly (``compiler: eager``), so that none of it depends on Inductor.
 
     Raises:
@@ -99,6 +100,8 @@ def bisect(
     dynamo.allow_graphs(3 * len(chosen) + 4)
     run: Any = torch.compile(model, backend="fp4", options={"compiler": "eager"})
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if not parameters:
+        raise InputError("fp4.bisect: no parameter of the model requires a gradient")
 
     def evaluate(stamps: Mapping[nn.Module, Stamp]) -> tuple[float, list[Tensor | None]]:
         with _stamped({m: stamps.get(m) for m in names}), warnings.catch_warnings():
@@ -110,6 +113,14 @@ def bisect(
             grads = torch.autograd.grad(value, parameters, allow_unused=True)
         return float(value.detach()), list(grads)
 
+    with as_before(model):
+        return _bisected(evaluate, chosen, names)
+
+
+def _bisected(
+    evaluate: Callable[[Mapping[nn.Module, Stamp]], tuple[float, list[Tensor | None]]],
+    chosen: Mapping[nn.Module, Stamp], names: Mapping[nn.Module, str],
+) -> Bisection:  # fmt: skip
     start, _ = evaluate({})
     whole, _ = evaluate(chosen)
     result = Bisection(start, whole)

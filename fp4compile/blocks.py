@@ -9,8 +9,10 @@ of equals. Containers of bare linears (a list of heads) count only where there i
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from .passes.names import WRAPPERS, strip_wrappers
@@ -130,6 +132,19 @@ def _repeated(module: nn.Module) -> bool:
     if len(elements) < 2 or len({inner_class(m) for m in elements}) > 1:
         return False
     return all(any(is_linear(m) for m in element.modules()) for element in elements)
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """What runs inside leaves ``model``'s buffers and every random state as they were."""
+    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng():
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
 def unwrap(module: nn.Module) -> nn.Module:

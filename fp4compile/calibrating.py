@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import watching
-from .blocks import linears, unwrap
+from .blocks import as_before, linears, unwrap
 from .kernels import ops as _ops  # noqa: F401 - defines torch.ops.fp4
 from .kernels import reference
 from .kernels.errors import Fp4Error, InputError, PrecisionWarning
@@ -156,30 +156,34 @@ def calibrate(
 
     ``loss(model, batch)`` returns the scalar loss; by default the model is called with the batch (a
     mapping as keywords, a tuple as arguments) and returns it, or an object with ``.loss``.
-    The model's gradients, stamps and random state are as before.
+    The model's gradients, buffers, stamps and random state are as before.
 
     Raises:
         PolicyError: for a recipe, scheme or budget that cannot be used.
-        InputError: without batches, for a loss that is no finite scalar.
+        InputError: without batches, for a loss that is no finite scalar, for a layer that gets no
+            rows or values that are not finite, and where no parameter requires a gradient.
     """
     model, share = unwrap(model), _fraction(budget)
     batches = list(batches)
     if not batches:
         raise InputError("fp4.calibrate: no batches; give at least one")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise InputError("fp4.calibrate: no parameter of the model requires a gradient")
     policy = Policy.from_dict(
         {"version": 1, "recipe": recipe, "layers": [{"chain": "mlp", "scheme": "low"}]}
     )
     _ = Policy.from_dict(
         {"version": 1, "recipe": recipe, "layers": [{"match": "*", "scheme": higher}]}
     )
-    schemes = _schemes(model, batches[0], policy, loss)
+    with as_before(model):
+        schemes = _schemes(model, batches[0], policy, loss)
     result = Calibration(recipe, share, higher, len(batches))
     names = {module: names[0] for module, names in linears(model).items()}
     chosen = {m: (names[m], schemes[names[m]]) for m in names if names[m] in schemes}
     sums = {m: Figures(n, m.get_parameter("weight").numel(), s) for m, (n, s) in chosen.items()}
     hooks = [m.register_forward_hook(_measure(f)) for m, f in sums.items()]
     try:
-        with watching.unwatched():  # in high precision on purpose
+        with watching.unwatched(), as_before(model):  # in high precision on purpose
             for batch in _track(batches, progress):
                 _backward(model, batch, loss)
     finally:
@@ -273,6 +277,11 @@ def _add(figures: Figures, module: nn.Module, x: Tensor, g: Tensor) -> None:
     w = module.get_parameter("weight").detach()
     w = w if isinstance(module, nn.Linear) else w.t()  # Conv1D
     x, g = x.reshape(-1, x.shape[-1]), g.reshape(-1, g.shape[-1])
+    if not x.shape[0]:
+        raise _cannot(figures, "a batch gives it no rows; leave that out")
+    for name, t in (("its input", x), ("its weight", w), ("its output's gradient", g)):
+        if not t.isfinite().all():
+            raise _cannot(figures, f"{name} holds NaN or inf in a batch; leave that out")
     dtype = x.dtype
     with torch.enable_grad():
         leaves = x.clone().requires_grad_(), w.to(dtype).clone().requires_grad_()
@@ -298,6 +307,10 @@ def _add(figures: Figures, module: nn.Module, x: Tensor, g: Tensor) -> None:
         figures.g += _relative(_rounded(scheme.dgrad[0], gf) - gf, gf)
     centred = xf - xf.mean()
     figures.kurtosis += float(centred.pow(4).mean() / centred.pow(2).mean().square())
+
+
+def _cannot(figures: Figures, why: str) -> InputError:
+    return InputError(f"fp4.calibrate: layer {figures.layer}: {why}")
 
 
 def _relative(off: Tensor, exact: Tensor) -> float:

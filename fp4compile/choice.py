@@ -63,7 +63,11 @@ def resolve(
         known[key] = weakref.WeakKeyDictionary(resolution.modules)
     if resolution is not None and below_break:
         stamping.stamp_modules(model, policy, resolution, automatic=True)
-    return known[key], resolution.warnings if resolution is not None and fresh else []
+    if resolution is None or not fresh:
+        return known[key], []
+    applied = any(stamping.INFO in module.__dict__ for module in resolution.modules)
+    late = [stamping.phases_message(policy)] if policy.phases and not applied else []
+    return known[key], [*resolution.warnings, *late]
 
 
 _captured: weakref.WeakSet[nn.Module] = weakref.WeakSet()

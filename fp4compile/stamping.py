@@ -50,12 +50,21 @@ def apply(
     dynamo.self_test()
     policy = as_policy(policy)
     resolution = policy.resolve(model, step)
-    for warning in resolution.warnings:
+    late = [phases_message(policy)] if policy.phases and step is None else []
+    for warning in [*resolution.warnings, *late]:
         warn(warning)
     stamp_modules(model, policy, resolution, step)
     states = len({str(s) for s in resolution.values()}) * (1 + len(policy.phases))
     dynamo.allow_graphs(2 * states)
     return {name: str(stamp) for name, stamp in resolution.items()}
+
+
+def phases_message(policy: Policy) -> str:
+    """What is said where phases are given and nobody tells the step."""
+    return (
+        f"policy {policy.name}: its phases begin only where fp4.apply(model, policy, step=n) is"
+        " called; until then the rules hold"
+    )
 
 
 def _check(model: Any, step: Any) -> None:

@@ -116,6 +116,12 @@ class TensorFormat:
             raise FormatError(f"scale_search={search!r} is none of {', '.join(SEARCHES)}, a list")
         if isinstance(search, tuple) and not (search and all(0 < f < float("inf") for f in search)):
             raise FormatError("scale_search: a list of positive factors is needed")
+        if isinstance(search, tuple) and not all(0.5 <= f <= 2 for f in search):
+            worst = next(f for f in search if not 0.5 <= f <= 2)
+            raise FormatError(
+                f"scale_search: factor {worst:g} is outside 0.5 to 2: a block's scale times it"
+                " leaves no code for most values"
+            )
         if self.rounding == "stochastic":
             raise FormatError("a scale search cannot be combined with stochastic rounding (biased)")
         if self.block == "tile":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from backend_models import batch, planted
+from backend_models import D, batch, planted
 from torch import nn
 from typer.testing import CliRunner
 
@@ -38,6 +38,14 @@ def test_the_planted_layer_comes_first_and_the_model_is_as_before():
     for name, p in net.named_parameters():
         assert p.grad is None and torch.equal(p, before[name])
     assert not any("fp4_scheme" in m.__dict__ for m in net.modules())
+
+
+def test_statistics_and_random_state_come_back():
+    net = nn.Sequential(nn.Linear(D, 32), nn.BatchNorm1d(32), nn.Linear(32, D))
+    random = torch.get_rng_state()
+    fp4.bisect(net, lambda model: model(batch().flatten(0, -2)).square().mean(), LOW)
+    assert torch.equal(random, torch.get_rng_state())
+    assert net[1].num_batches_tracked == 0 and not net[1].running_mean.any()
 
 
 def test_stamps_come_back():

@@ -71,12 +71,25 @@ def test_the_policy_says_what_was_kept(tmp_path):
         ({"recipe": "fp8-exakt"}, "fp8-exakt"),
         ({"higher": "mxfp9"}, "mxfp9"),
         ({"loss": lambda m, x: m(x)}, "one finite loss"),
+        ({"batches": [X, X[:0]], "loss": lambda m, x: m(x).square().sum()}, "gives it no rows"),
+        (
+            {"batches": [X, X * torch.nan], "loss": lambda m, x: m(x).nan_to_num().sum()},
+            "its (input|output's gradient) holds NaN or inf in a batch",
+        ),
     ],
 )
 def test_what_cannot_be_used_is_one_line(arguments, text):
     with pytest.raises(fp4.Fp4Error, match=text) as raised:
         fp4.calibrate(Net(1), **{"batches": [X], "loss": loss, **arguments})
     assert "\n" not in str(raised.value)
+
+
+def test_frozen_models_and_statistics():
+    with pytest.raises(fp4.InputError, match="no parameter of the model requires a gradient"):
+        fp4.calibrate(Net(1).requires_grad_(False), [X], loss=loss)
+    net = nn.Sequential(nn.Linear(D, 32), nn.BatchNorm1d(32), nn.Linear(32, D))
+    fp4.calibrate(net, [X.flatten(0, -2)], recipe="mxfp8", loss=lambda m, x: m(x).square().sum())
+    assert net[1].num_batches_tracked == 0 and not net[1].running_mean.any()
 
 
 def test_command(tmp_path, monkeypatch):

@@ -141,6 +141,7 @@ ERRORS: dict[str, tuple[str, int, str]] = {
         5,
         "no other search",
     ),
+    "search far off": (operand("{format: nvfp4, scale_search: [1, 448]}"), 5, "factor 448 is outside 0.5 to 2"),
     "search list": (operand("{format: nvfp4, scale_search: [1, -1]}"), 5, "positive factors"),
     "search nan": (
         operand("{format: nvfp4, scale_search: [.nan]}"),

@@ -199,6 +199,21 @@ def test_phases(graphs):
     ]  # fmt: skip
 
 
+def test_phases_that_nobody_starts_are_said():
+    given = policy(default="low", phases=[{"from_step": 1, "fprop": "original"}])
+    said = "its phases begin only where fp4.apply\\(model, policy, step=n\\) is called"
+    with pytest.warns(fp4.PrecisionWarning, match=said):
+        compiled(Mlp(), given)(X)
+    with pytest.warns(fp4.PrecisionWarning, match=said):
+        fp4.apply(Mlp(), given)
+    model = Mlp()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fp4.apply(model, given, step=0)
+        compiled(model, given)(X)
+    assert not any("phases" in str(each.message) for each in seen)
+
+
 def test_a_phase_changes_what_is_computed():
     net = Net(1)
     call = compiled(net)
