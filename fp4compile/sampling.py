@@ -94,7 +94,7 @@ class Sample:
         self.graphed = self.captured = False
         self.calls = 0
         self._depth, self._backward = 0, False
-        self._addresses: Addresses
+        self._addresses: Addresses  # of the call that `enter` let in
         self._operands: dict[int, Quantization | None] = {}
         self._codes: dict[int, Quantization] = {}
         self._nodes: dict[tuple, tuple[Any, set[str]]] = {}

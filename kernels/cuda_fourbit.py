@@ -34,6 +34,7 @@ from .cuda_kernels import (
     _parts,
     _pointer,
     _resident,
+    _seed,
     _tensor_amax,
     _term,
     decode,
@@ -64,8 +65,8 @@ def supports(fmt: TensorFormat, form: str, transpose: bool) -> bool:
 
 def supports_gradient(fmt: TensorFormat, form: str, transpose: bool) -> bool:
     """Whether `row_gradient`, or `column_gradient`, can write ``fmt`` in ``form``."""
-    coded = form == "fp4" and fmt.format == "nvfp4" and knows(fmt)
-    return supports(fmt, form, transpose) or coded and (transpose or not fmt.rotation)
+    rows = not transpose and form == "fp4" and fmt.format == "nvfp4" and not fmt.rotation
+    return supports(fmt, form, transpose) or rows and knows(fmt)
 
 
 def _made(x: Tensor, rows: int, padded: int, form: str) -> Tensor:
@@ -139,7 +140,7 @@ def _rows(
     shift = min(8, (padded // 8 - 1).bit_length())  # 2^shift threads of a CTA side by side
     arguments = Blocks(
         term, other, rows, cols, padded, wide, shift, _pointer(amax), _pointer(codes),
-        _pointer(scales), _pointer(factor), _pointer(operand), _pointer(seed), stream,
+        _pointer(scales), _pointer(factor), _pointer(operand), _seed(seed, fmt), stream,
     )  # fmt: skip
     defines = {
         "XD": dtype, **_numerics(fmt), "CODES": int(with_codes), "OPERAND": _form(form),
@@ -216,7 +217,7 @@ def _columns(
     padded, padded_rows = _ceil(cols, BLOCK[fmt.format]) * BLOCK[fmt.format], _padded(rows, fmt)
     arguments = Columns(
         _pointer(x), _pointer(fold), x.stride(0), rows, cols, padded, padded_rows, chunk,
-        _pointer(amax), _pointer(seed), stream, *(_pointer(out.get(k)) for k in OUTPUTS),
+        _pointer(amax), _seed(seed, fmt), stream, *(_pointer(out.get(k)) for k in OUTPUTS),
         _pointer(part),
     )  # fmt: skip
     defines = {

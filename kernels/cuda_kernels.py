@@ -401,7 +401,7 @@ def requantize(
     }  # fmt: skip
     arguments = Saved(
         **fields, factor=_pointer(factor), factor_stride=int(factor.numel() > 1),
-        amax=_pointer(amax), seed=_pointer(seed), stream=stream, out=out.data_ptr(),
+        amax=_pointer(amax), seed=_seed(seed, fmt), stream=stream, out=out.data_ptr(),
         out_factor=_pointer(out_factor),
     )  # fmt: skip
     if by_row:
@@ -441,7 +441,7 @@ def quantize_grad(
     form_d: str,
     form_w: str,
     sums: bool,
-    seed: Tensor,
+    seed: Tensor | None,
     stream: int,
     row_amax: Tensor | None = None,
     col_amax: Tensor | None = None,
@@ -469,7 +469,7 @@ def quantize_grad(
     padded = _ceil(cols, 32) * 32
     arguments = Gradient(
         _pointer(x), _pointer(fold), x.stride(0), rows, cols, padded, _ceil(rows, 32) * 32,
-        AMAX_ROWS, wide, _pointer(row_amax), _pointer(col_amax), _pointer(seed), stream,
+        AMAX_ROWS, wide, _pointer(row_amax), _pointer(col_amax), _seed(seed, dgrad, wgrad), stream,
         _pointer(d), _pointer(w), _pointer(d_factor), _pointer(w_factor),
         _pointer(part if grid[1] > 1 else total),
     )  # fmt: skip
@@ -489,6 +489,13 @@ def quantize_grad(
     if part.numel():
         add_chunks(part, total)
     return d, d_factor, w, w_factor, total
+
+
+def _seed(seed: Tensor | None, *formats: TensorFormat | None) -> int | None:
+    """Where the seed lies; a kernel that rounds stochastically reads it."""
+    if seed is None and any(map(_stochastic, formats)):
+        raise InputError("stochastic rounding needs a seed (an int64 tensor on the device)")
+    return _pointer(seed)
 
 
 def _stochastic(fmt: TensorFormat | None) -> int:

@@ -21,7 +21,7 @@ def available(device: torch.device) -> bool:
 
 
 def supports(fmt: TensorFormat) -> bool:
-    """Whether the kernels know ``fmt``: nearest in forward, stochastic for gradients."""
+    """Whether the kernels know ``fmt``; stochastic ones are gradients'."""
     if cuda_fp8.knows(fmt) or cuda_fourbit.knows(fmt):
         return True
     return cuda_kernels.supports_gradient(fmt) if fmt.stochastic else cuda_kernels.supports(fmt)
@@ -74,7 +74,8 @@ def decode_operand(
     codes: Tensor, scales: Tensor, fmt: TensorFormat, cols: int, form: str, transpose: bool
 ) -> Tensor:
     """The operand of saved codes; transposed: [cols, R padded to the block with zeros]."""
-    if form == "fp4":  # tiles, transposed
+    if form == "fp4":
+        assert transpose and fmt.format == "nvfp4" and fmt.block == "tile"
         return cuda_fourbit.turned_tiles(codes, scales, cols)
     if form == REFERENCE_FORM:
         return fallback.decode_operand(codes, scales, fmt, cols, form, transpose)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 from typing import Any
 
 import torch
@@ -290,9 +289,9 @@ def _cut(term: Any, at: Tensor, columns: bool = False) -> Term:
     part, *_ = _plain(acc, at, columns)
 
     def spread(t: Tensor | None, size: int, axis: int) -> Tensor | None:
-        if t is None:  # all alike along ``axis``
+        if t is None:
             return None
-        axis = axis ^ columns
+        axis = 1 - axis if columns else axis  # along which its values are alike
         own = t.index_select(0, at) if axis and t.numel() == size else t.clone()
         return own.unsqueeze(axis)
 
@@ -333,9 +332,8 @@ def _sums(fmt: TensorFormat, rows: int, kept: list[Kept]) -> Tensor:
     if decoded.shape[1] > x.shape[1]:
         x = pad(x, (0, decoded.shape[1] - x.shape[1]))
     x = rotation.rotate(x, fmt.rotation) if fmt.rotation else x
-    x = x + (decoded - decoded)  # NaN where decoded is not finite
-    x = x.nan_to_num_(0, inf, -inf).view(n, -1)
-    decoded = decoded.nan_to_num_(0, 0, 0).view(n, -1)
+    finite = decoded - decoded == 0
+    x, decoded = (torch.where(finite, t, 0).view(n, -1) for t in (x, decoded))
     norm = torch.linalg.vector_norm
     zeros = x.count_nonzero(1) - decoded.count_nonzero(1)  # what is 0 stays 0
     beyond = _beyond(fmt, x, scales, outer) if scales is not None else zeros

@@ -31,7 +31,8 @@ MLP_ARMS = ("torchao tensorwise", "thinking-machines", "fp8-exact")
 
 def mlp(result: dict, figure: Any) -> None:
     """Time of one MLP step as a fraction of BF16 compile's, by width and arm."""
-    ratio = {(row["d"], row["arm"]): row["time_ratio"] for row in result["rows"]}
+    base = {row["d"]: row["ms"] for row in result["rows"] if row["arm"] == "bf16"}
+    ratio = {(row["d"], row["arm"]): row["ms"] / base[row["d"]] for row in result["rows"]}
     widths = sorted({d for d, _ in ratio})
     axes = figure.subplots()
     for i, arm in enumerate(MLP_ARMS):

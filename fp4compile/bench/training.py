@@ -148,6 +148,8 @@ def _monitored(width: int, layers: int, tokens: int, turns: int, steps: int = 12
     alone = (found["sampled_ms"] - found["between_ms"]) / SAMPLE / found["off_ms"]
     return {
         **found,
+        "runs_off_ms": [round(ms / SAMPLE, 3) for ms in runs[0]],
+        "runs_ms": [round(ms / SAMPLE, 3) for ms in runs[SAMPLE]],
         "run_off_ms": round(off / SAMPLE, 3),
         "run_ms": round(sampled / SAMPLE, 3),
         "sample_alone": round(alone, 4),

@@ -155,6 +155,25 @@ def test_rows_of_what_is_never_stored_are_made_again():
             assert 0.01 < off / size < 0.05, name
 
 
+def test_a_nan_that_a_quantizer_swallows_is_seen():
+    x = torch.randn(48, 80)
+    out = torch.ops.fp4.quantize(x, "mxfp8:32", "f32", False)
+    x[3, 5] = math.nan
+    (made,) = measured("quantize", (x, "mxfp8:32", "f32", False), out)
+    assert made.sums[:2].isnan().all()
+
+
+def test_rows_that_are_not_finite_are_left_out_of_the_figures():
+    x = torch.randn(48, 80)
+    want = measured("quantize", (x, "mxfp8:row", "f32", False), torch.ops.fp4.quantize(x, "mxfp8:row", "f32", False))
+    spoilt = torch.cat([x, x])
+    spoilt[48:, 5] = torch.inf
+    out = torch.ops.fp4.quantize(spoilt, "mxfp8:row", "f32", False)
+    (made,) = measured("quantize", (spoilt, "mxfp8:row", "f32", False), out)
+    torch.testing.assert_close(made.sums[:2], want[0].sums[:2])
+    assert made.sums[5] == 48
+
+
 def test_rows_are_a_sample_at_even_distances():
     cpu = torch.device("cpu")
     assert [len(health.Rows(10, turn).of(100, cpu)) for turn in (0, 7, 13)] == [10, 10, 10]

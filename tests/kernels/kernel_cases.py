@@ -64,6 +64,7 @@ GRADIENTS = [
     ("mxfp8:32", "mxfp8:32", "bf16"),
     ("mxfp8:32", "mxfp8:32", "mx"),
     ("mxfp8:32:sr", "mxfp8:row", "bf16"),
+    ("mxfp8:row", "mxfp8:32:sr", "bf16"),
 ]
 GPU_GRADIENTS = [*GRADIENTS, ("mxfp8:32:sr", "mxfp8:row:sr", "mx"), ("mxfp8:32:sr", None, "mx")]
 DECODE = [
