@@ -381,7 +381,8 @@ def run(args: argparse.Namespace) -> list[dict]:
     done = resume(args, config)
     now = {arm["name"]: asked(arm) for arm in arms}
     for each in done:
-        if each.get("asked", now.get(each["arm"])) != now.get(each["arm"], each.get("asked")):
+        wanted = now.get(each["arm"])  # None: an arm that is not asked for
+        if wanted is not None and each.get("asked", wanted) != wanted:
             raise text_data.DataError(
                 f"{args.out} holds runs of arm {each['arm']!r} with another policy; use --out"
             )

@@ -137,14 +137,15 @@ def _repeated(module: nn.Module) -> bool:
 @contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
     """What runs inside leaves ``model``'s buffers and every random state as they were."""
-    before = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    before = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
     try:
         with torch.random.fork_rng():
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in before:
-                buffer.copy_(value)
+            for name, buffer in model.named_buffers():
+                if name in before:
+                    buffer.copy_(before[name])
 
 
 def unwrap(module: nn.Module) -> nn.Module:

@@ -227,7 +227,7 @@ def _schemes(model: nn.Module, batch: Any, policy: Policy, loss: Any) -> dict[st
     before = reports.of(model)
     options: dict[str, Any] = {"policy": policy, "compiler": "eager"}
     run = torch.compile(model, backend="fp4", options=options)
-    with watching.unwatched(), warnings.catch_warnings(), torch.random.fork_rng():
+    with watching.unwatched(), warnings.catch_warnings():
         warnings.simplefilter("ignore", PrecisionWarning)
         _loss(run, batch, loss)
     report = reports.of(model)

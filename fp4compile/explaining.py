@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from . import dynamo, stamping, watching
-from .blocks import clean_name, linears, unwrap, weight_shape
+from .blocks import as_before, clean_name, linears, unwrap, weight_shape
 from .choice import Choice
 from .describing import describe, machine_of
 from .kernels.errors import Fp4Error
@@ -201,25 +201,21 @@ def _capture(model: nn.Module, args: Sequence, kwargs: dict, backend: _Collector
     compiled = torch.compile(model, backend=backend)
     config = torch._dynamo.config
     limits = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
-    with config.patch(limits), torch.random.fork_rng():
+    with config.patch(limits):
         compiled(*args, **kwargs)
     dynamo.forget_graphs(backend.codes)
 
 
 @contextmanager
 def _as_before(model: nn.Module) -> Iterator[None]:
-    """Put buffers, stamps, hooks and attributes back as they were."""
-    buffers = {name: b.clone() for name, b in model.named_buffers() if b is not None}
+    """Put buffers, random states, stamps, hooks and attributes back as they were."""
     modules = list(model.modules())
     attributes = [dict(m.__dict__) for m in modules]
     hooks = [[dict(getattr(m, table)) for table in HOOKS] for m in modules]
     try:
-        yield
+        with as_before(model):
+            yield
     finally:
-        with torch.no_grad():
-            for name, buffer in model.named_buffers():
-                if name in buffers:
-                    buffer.copy_(buffers[name])
         for module, before, tables in zip(modules, attributes, hooks):
             for key in [k for k in module.__dict__ if k not in before]:
                 del module.__dict__[key]

@@ -54,6 +54,14 @@ def evaluate(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     return torch.cat(parts).view(first.shape)
 
 
+def affine(acc: Tensor, row: Tensor | None, col: Tensor | None, bias: Tensor | None) -> Tensor:
+    """FP32 (acc * row) * col + bias, of factors that broadcast."""
+    z = acc.float()
+    for factor in (row, col):
+        z = z if factor is None else z * factor
+    return z if bias is None else z + bias.float()
+
+
 ACTIVATIONS: dict[str, Activation] = {
     "gelu": Activation(F.gelu, lambda g, z: aten.gelu_backward(g, z)),
     "gelu_tanh": Activation(

@@ -114,8 +114,9 @@ def gradient_operands(
             g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, row_amax, col_amax
         )
     return _each_side(
-        g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, row_amax, col_amax
-    )
+        g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, row_amax, col_amax,
+        side_d, side_w,
+    )  # fmt: skip
 
 
 def _side(fmt: TensorFormat | None, form: str, transpose: bool) -> ModuleType | None:
@@ -128,8 +129,9 @@ def _side(fmt: TensorFormat | None, form: str, transpose: bool) -> ModuleType | 
 
 
 def _each_side(
-    g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, row_amax, col_amax
-) -> tuple[Tensor, ...]:
+    g, fold, dgrad, wgrad, form_d, form_w, bias_grad, seed, stream, row_amax, col_amax,
+    side_d, side_w,
+) -> tuple[Tensor, ...]:  # fmt: skip
     """`gradient_operands` where one orientation at least is of `cuda_fourbit`: one after another.
 
     Their random bits are the element's own, so they are the same in one kernel or two.
@@ -137,13 +139,13 @@ def _each_side(
     d, w = ([g.new_empty(0, dtype=torch.float32) for _ in range(2)] for _ in range(2))
     rest, known = (seed, stream), (row_amax, col_amax)
     sums = g.new_empty(0, dtype=torch.float32)
-    if wgrad is not None and cuda_fourbit.supports_gradient(wgrad, form_w, True):
+    if side_w is cuda_fourbit:
         *w, sums = cuda_fourbit.column_gradient(g, fold, wgrad, form_w, bias_grad, *rest)
     elif wgrad is not None:
         _, _, *w, sums = cuda_kernels.quantize_grad(
             g, fold, None, wgrad, "none", form_w, bias_grad, *rest, *known
         )
-    if dgrad is not None and cuda_fourbit.supports_gradient(dgrad, form_d, False):
+    if side_d is cuda_fourbit:
         d = list(cuda_fourbit.row_gradient(g, dgrad, form_d, *rest))
     elif dgrad is not None:
         d = list(

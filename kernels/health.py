@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from . import block_scaled, fp8, layout, reference, rotation
-from .activations import ACTIVATIONS, evaluate
+from .activations import ACTIVATIONS, affine, evaluate
 from .elements import e8m0_decode
 from .formats import BLOCK, TensorFormat
 
@@ -36,7 +36,7 @@ class Origin:
     """Copies of n rows of what was quantized: of ``terms``, from which ``rule`` makes them.
 
     A term is acc [n, C], two factors and a bias, each None or of a shape that acc's broadcasts
-    (`_affine`); ``fold``: what multiplies the made rows, likewise.
+    (`activations.affine`); ``fold``: what multiplies the made rows, likewise.
     """
 
     rule: tuple[str, str]  # of `_RULES`, and the activation
@@ -352,7 +352,7 @@ def _made(all_rows: list[Origin]) -> Tensor:
     for copies in zip(*(rows.terms for rows in all_rows)):
         acc, *rest = (_stacked(parts) for parts in zip(*copies))
         assert acc is not None
-        terms.append(_affine(acc, *rest))
+        terms.append(affine(acc, *rest))
     made = _RULES[rule](ACTIVATIONS.get(act), *terms)
     fold = _stacked([rows.fold for rows in all_rows])
     return (made if fold is None else made * fold).flatten(0, 1)
@@ -362,14 +362,6 @@ def _stacked(parts: Sequence[Tensor | None]) -> Tensor | None:
     """Of all copies; None where they have none."""
     there = [part for part in parts if part is not None]
     return torch.stack(there) if there else None
-
-
-def _affine(acc: Tensor, row: Tensor | None, col: Tensor | None, bias: Tensor | None) -> Tensor:
-    """As `primitives.affine`, of factors that broadcast."""
-    z = acc.float()
-    for factor in (row, col):
-        z = z if factor is None else z * factor
-    return z if bias is None else z + bias.float()
 
 
 def _joined(parts: list) -> Any:

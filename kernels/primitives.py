@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import block_scaled, engines
+from . import activations, block_scaled, engines
 from .activations import ACTIVATIONS, evaluate
 from .formats import BITS, BLOCK, TensorFormat
 from .observing import observed
@@ -156,14 +156,7 @@ def quantize(x: Tensor, format: str, operand: str, transpose: bool):
 
 def affine(acc: Tensor, row: Tensor | None, col: Tensor | None, bias: Tensor | None) -> Tensor:
     """FP32 z = (acc * row) * col + bias; row [M] or [1] over rows, col [N] or [1] over columns."""
-    z = acc.float()
-    if row is not None:
-        z = z * row[:, None]
-    if col is not None:
-        z = z * col
-    if bias is not None:
-        z = z + bias.float()
-    return z
+    return activations.affine(acc, None if row is None else row[:, None], col, bias)
 
 
 def _fake_act_quantize(acc, row, col, bias, act, format, operand):

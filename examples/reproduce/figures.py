@@ -16,6 +16,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+from loss_plot import COLOURS  # noqa: E402
+
 FIGURES, RESULTS = ROOT / "docs" / "figures", ROOT / "docs" / "results"
 COLORS = {
     "bf16": "#3c3c3c",
@@ -25,7 +29,6 @@ COLORS = {
     "fp8": "#009e73",
     "fp8-exact": "#0072b2",
 }
-PALETTE = ("#3c3c3c", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 MLP_ARMS = ("torchao tensorwise", "thinking-machines", "fp8-exact")
 
 
@@ -89,7 +92,7 @@ def ablation(result: dict, figure: Any) -> None:
     base = result["held_out"]["high precision"]
     for axes, (group, arms) in zip(all_axes, groups.items()):
         of = group.partition("late switch of ")[2]  # an arm of another group, to start from
-        for arm, color in zip([of] * bool(of) + arms, PALETTE):
+        for arm, color in zip([of] * bool(of) + arms, COLOURS):
             runs = result["held_out"][arm]
             steps = sorted(int(step) for step in next(iter(runs.values())))
             steps = [step for step in steps if 3 * step >= result["config"]["steps"]]
@@ -122,7 +125,7 @@ def late_switch(result: dict, figure: Any) -> None:
     rows = [row for row in result["rows"] if row["before"]]
     for i, row in enumerate(rows):
         for before, after in zip(row["before"], row["gaps"]):
-            axes.plot([i - 0.2, i + 0.2], [1000 * before, 1000 * after], "o-", color=PALETTE[1])
+            axes.plot([i - 0.2, i + 0.2], [1000 * before, 1000 * after], "o-", color=COLOURS[1])
         axes.text(i - 0.2, -1.2, "before", ha="center", fontsize=8)
         axes.text(i + 0.2, -1.2, "end", ha="center", fontsize=8)
     axes.set_xticks(range(len(rows)), [row["arm"] for row in rows], fontsize=9)
@@ -144,7 +147,7 @@ def calibrated(result: dict, figure: Any) -> None:
     looks = {"last blocks": ":", "first blocks": "--", "calibrated": "-"}
     for axes, recipe in zip(figure.subplots(1, len(recipes), sharey=True), recipes):
         mine = [row for row in result["rows"] if row["recipe"] == recipe]
-        for color, (choice, style) in zip(PALETTE, looks.items()):
+        for color, (choice, style) in zip(COLOURS, looks.items()):
             by_kept: dict[int, list[float]] = {}
             for row in mine:
                 if row["choice"] in (choice, "none"):

@@ -50,6 +50,11 @@ def name_of(arm: str) -> str:
     return NAMES.get(arm, arm)
 
 
+def nats(gaps: list[float]) -> str:
+    """Gaps of loss, x 1000."""
+    return ", ".join(f"{1000 * gap:.1f}" for gap in gaps)
+
+
 def percent(x: float) -> str:
     """With as many digits as the sources print."""
     return f"{100 * x:.2f} %" if 0 < x < 0.01 else f"{100 * x:.1f} %"
@@ -284,9 +289,6 @@ def ablation(file: str) -> Callable[[], str]:
     """Gaps of held-out loss to high precision, nats x 1000, by arm."""
 
     def build() -> str:
-        def nats(gaps: list[float]) -> str:
-            return ", ".join(f"{1000 * gap:.1f}" for gap in gaps)
-
         rows = [
             [row["arm"], nats([row["mean"]]), nats(row["gaps"]), nats(row["before"])]
             for row in load(file)["rows"]
@@ -298,9 +300,6 @@ def ablation(file: str) -> Callable[[], str]:
 
 def ablated() -> str:
     """The ablation's gaps: mean and spread over seeds."""
-
-    def nats(values: list[float]) -> str:
-        return ", ".join(f"{1000 * value:.1f}" for value in values)
 
     rows = [
         [row["group"], row["arm"], nats([row["mean"]]), nats([row["sd"]]), nats(row["gaps"]),

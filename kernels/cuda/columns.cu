@@ -28,6 +28,7 @@ struct Columns {
 constexpr u32 WARPS = 8, DOWN = WARPS / ACROSS;
 constexpr u32 STEP = MX || ROT == 32 ? 32 : 16;     // rows of a thread at a time
 constexpr bool CODED = FORM != BF16_FORM;
+constexpr bool SWIZZLED = FORM == SCALES_FORM || SWIZZLE;
 constexpr u32 SPAN = CODED ? 128 : 32;  // rows of a tile: 64 bytes of a column
 constexpr bool AHEAD = STEP == 16 && XD != F32;     // the next rows are read before these are done
 
@@ -303,18 +304,6 @@ FP4_D u8* swizzled(const Columns& a) {
   return static_cast<u8*>(a.operand) + codes;
 }
 
-// Two columns a thread, the scales of a tile's rows.
-FP4_D void store_swizzled(const Columns& a, const Lane& l, u32 m0, const u8* scales) {
-  const u32 count = (u32)a.padded_rows / LENGTH, place = m0 / LENGTH;
-FP4_UNROLL
-  for (u32 j = 0; j < 2; ++j) {
-    if (l.valid <= j) continue;
-    const u8* from = scales + (2 * l.lane + j) * TILE_SCALES;
-    for (u32 k = 0; k < TILE_SCALES && place + k < count; ++k)
-      swizzled(a)[swizzled_at(l.n + j, place + k, tiles_across(count))] = from[k];
-  }
-}
-
 // Two columns a thread.
 FP4_D void store_scales(const Columns& a, const Lane& l, u32 m0, const u8* scales) {
   const u32 count = (u32)a.padded_rows / LENGTH, place = m0 / LENGTH;
@@ -322,6 +311,10 @@ FP4_UNROLL
   for (u32 j = 0; j < 2; ++j) {
     if (l.valid <= j) continue;
     const u8* from = scales + (2 * l.lane + j) * TILE_SCALES;
+    if (SWIZZLED)
+      for (u32 k = 0; k < TILE_SCALES && place + k < count; ++k)
+        swizzled(a)[swizzled_at(l.n + j, place + k, tiles_across(count))] = from[k];
+    if (FORM != NONE) continue;
     u8* out = a.scales + (u64)(l.n + j) * count + place;
     if (count % TILE_SCALES == 0) {
       if (TILE_SCALES == 8) *reinterpret_cast<uint2*>(out) = *reinterpret_cast<const uint2*>(from);
@@ -346,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(256, 2) quantize_columns(Columns a)
 #if SR
   key = cipher(*a.seed, (u32)a.stream);
 #endif
-  if (FORM == SCALES_FORM || SWIZZLE)
+  if (SWIZZLED)
     pad_swizzled(swizzled(a), (u32)a.cols, (u32)a.padded_rows / LENGTH,
                  (blockIdx.y * gridDim.x + blockIdx.x) * blockDim.x + threadIdx.x,
                  gridDim.x * gridDim.y * blockDim.x);
@@ -369,8 +362,7 @@ FP4_UNROLL
     }
     __syncwarp();
     store_chunks(a, l, m0, tile.chunks);
-    if (FORM == NONE) store_scales(a, l, m0, tile.scales);
-    if (FORM == SCALES_FORM || SWIZZLE) store_swizzled(a, l, m0, tile.scales);
+    if (CODED) store_scales(a, l, m0, tile.scales);
     __syncwarp();
   }
   if (!SUMS) return;
